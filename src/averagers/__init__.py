@@ -1,0 +1,86 @@
+"""Train one model on many machines by averaging models now and then.
+
+Public names load on first use, so that ``import averagers`` is light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from averagers.averager import HierarchicalModelAverager as HierarchicalModelAverager
+    from averagers.averager import ModelAverager as ModelAverager
+    from averagers.averager import PeriodicModelAverager as PeriodicModelAverager
+    from averagers.averager import average_parameters as average_parameters
+    from averagers.errors import AveragersError as AveragersError
+    from averagers.errors import ClosedError as ClosedError
+    from averagers.errors import DisagreementError as DisagreementError
+    from averagers.errors import InvalidTypeError as InvalidTypeError
+    from averagers.errors import InvalidValueError as InvalidValueError
+    from averagers.errors import MissingDependencyError as MissingDependencyError
+    from averagers.errors import NotInitializedError as NotInitializedError
+    from averagers.errors import RoundFailedError as RoundFailedError
+    from averagers.errors import StateDictError as StateDictError
+    from averagers.errors import UnsupportedTensorError as UnsupportedTensorError
+    from averagers.events import Event as Event
+    from averagers.events import Observer as Observer
+    from averagers.events import RoundFailed as RoundFailed
+    from averagers.events import RoundFinished as RoundFinished
+    from averagers.events import RoundStarted as RoundStarted
+    from averagers.observe.console import Console as Console
+    from averagers.observe.jsonl import JsonLines as JsonLines
+    from averagers.training.attach import Attachment as Attachment
+    from averagers.training.attach import attach as attach
+    from averagers.training.ddp import PostLocalSGDState as PostLocalSGDState
+    from averagers.training.ddp import post_local_sgd_hook as post_local_sgd_hook
+    from averagers.training.optimizer import ModelAveragingOptimizer as ModelAveragingOptimizer
+    from averagers.training.optimizer import PostLocalSGDOptimizer as PostLocalSGDOptimizer
+
+_MODULE_OF = {
+    "HierarchicalModelAverager": "averager",
+    "ModelAverager": "averager",
+    "PeriodicModelAverager": "averager",
+    "average_parameters": "averager",
+    "AveragersError": "errors",
+    "ClosedError": "errors",
+    "DisagreementError": "errors",
+    "InvalidTypeError": "errors",
+    "InvalidValueError": "errors",
+    "MissingDependencyError": "errors",
+    "NotInitializedError": "errors",
+    "RoundFailedError": "errors",
+    "StateDictError": "errors",
+    "UnsupportedTensorError": "errors",
+    "Event": "events",
+    "Observer": "events",
+    "RoundFailed": "events",
+    "RoundFinished": "events",
+    "RoundStarted": "events",
+    "Console": "observe.console",
+    "JsonLines": "observe.jsonl",
+    "Attachment": "training.attach",
+    "attach": "training.attach",
+    "PostLocalSGDState": "training.ddp",
+    "post_local_sgd_hook": "training.ddp",
+    "ModelAveragingOptimizer": "training.optimizer",
+    "PostLocalSGDOptimizer": "training.optimizer",
+}
+
+__all__ = [*_MODULE_OF, "__version__"]  # noqa: PLE0604 - all of them are str
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("averagers")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'averagers' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"averagers.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

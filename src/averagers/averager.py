@@ -1,0 +1,224 @@
+"""The averagers: classes that fill in when to average and with whom, and one round without schedule."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+from averagers.engine import ModelAverager, RoundContent, ScheduledAverager
+from averagers.events import Observer
+from averagers.hierarchy import Hierarchy
+from averagers.schedule import Hierarchical, Periodic
+
+__all__ = [
+    "HierarchicalModelAverager",
+    "ModelAverager",
+    "PeriodicModelAverager",
+    "RoundContent",
+    "average_parameters",
+]
+
+_BUCKET_BYTES = 4 * 2**20
+
+
+class PeriodicModelAverager(ScheduledAverager):
+    """Averages parameters among all ranks, every ``period`` steps after the warm-up.
+
+    Averages at step ``s`` if ``s >= warmup_steps`` and ``(s - warmup_steps) % period == 0``. With plain
+    data parallel as warm-up this is `post-local SGD <https://arxiv.org/abs/1808.07217>`_.
+
+    Args:
+        period: Steps from one round to the next.
+        warmup_steps: Steps before the first round.
+        process_group: The ranks that average; None means all of them.
+        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model.
+        timeout_s: Seconds after which a round fails; None means the process group's own timeout.
+        observers: Called with each event of a round, see `averagers.events`.
+        measure_drift: Measure the replicas' distance from the mean in each round, for the observers;
+            costs a pass over the weights and one more small message.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: an argument breaks a rule.
+        NotInitializedError: ``torch.distributed.init_process_group`` was not called.
+        DisagreementError: the ranks gave different arguments.
+        RoundFailedError: a rank died, or did not build its averager within the timeout.
+
+    Example:
+        >>> averager = averagers.PeriodicModelAverager(period=4, warmup_steps=100)
+        >>> for batch, labels in data:
+        ...     optimizer.zero_grad()
+        ...     loss_fn(model(batch), labels).backward()
+        ...     optimizer.step()
+        ...     averager.average_parameters(model.parameters())
+        >>> averager.finish(model.parameters())
+    """
+
+    def __init__(
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: Any = None,
+        *,
+        bucket_bytes: int = _BUCKET_BYTES,
+        timeout_s: float | None = None,
+        observers: Iterable[Observer] = (),
+        measure_drift: bool = False,
+    ) -> None:
+        schedule = Periodic(period, warmup_steps=warmup_steps)
+        _warn_of_period_one(period)
+        super().__init__(
+            process_group,
+            schedule,
+            None,
+            {"class": "PeriodicModelAverager", "period": period, "warmup_steps": warmup_steps},
+            bucket_bytes=bucket_bytes,
+            timeout_s=timeout_s,
+            observers=observers,
+            measure_drift=measure_drift,
+        )
+        self._period = period
+
+    @property
+    def period(self) -> int:
+        """Steps from one round to the next."""
+        return self._period
+
+
+class HierarchicalModelAverager(ScheduledAverager):
+    """Averages in small groups often and in large groups seldom: `hierarchical SGD <https://arxiv.org/abs/2010.12998>`_.
+
+    Averages at step ``s`` if ``s >= warmup_steps`` and some period divides ``s``; of those that do the
+    longest decides the group. The groups of a level are contiguous blocks of the process group's ranks.
+
+    Args:
+        period_group_size_dict: Maps the period of each level, in steps, to its groups' size, in ranks, in
+            any order. Each size divides the next longer period's; the longest period's is the size of
+            the process group.
+        warmup_steps: Steps before the first round.
+        process_group: The ranks that average; None means all of them.
+        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model.
+        timeout_s: Seconds after which a round fails; None means the process group's own timeout.
+        observers: Called with each event of a round, see `averagers.events`.
+        measure_drift: Measure the replicas' distance from the mean in each round, for the observers;
+            costs a pass over the weights and one more small message.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: an argument breaks a rule.
+        NotInitializedError: ``torch.distributed.init_process_group`` was not called.
+        DisagreementError: the ranks gave different arguments.
+        RoundFailedError: a rank died, or did not build its averager within the timeout.
+
+    Example:
+        Every 4 steps among 2 neighbors, every 32 steps among all 4 ranks:
+
+        >>> averager = averagers.HierarchicalModelAverager({4: 2, 32: 4}, warmup_steps=100)
+        >>> averager.average_parameters(model.parameters())  # after each optimizer.step()
+    """
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: Any = None,
+        *,
+        bucket_bytes: int = _BUCKET_BYTES,
+        timeout_s: float | None = None,
+        observers: Iterable[Observer] = (),
+        measure_drift: bool = False,
+    ) -> None:
+        groups = self._framework().groups
+        ranks = groups.members(groups.resolve(process_group))
+        overall_size = None if ranks is None else len(ranks)
+        hierarchy = Hierarchy.from_periods(period_group_size_dict, overall_size=overall_size)
+        schedule = Hierarchical(hierarchy.periods, warmup_steps=warmup_steps)
+        _warn_of_period_one(hierarchy.periods[-1])
+        sizes = {level.period: level.group_size for level in hierarchy.levels}
+        super().__init__(
+            process_group,
+            schedule,
+            hierarchy,
+            {
+                "class": "HierarchicalModelAverager",
+                # As text: checkpoint formats differ in what they make of dicts with integer keys.
+                "period_group_size_dict": str(sizes),
+                "warmup_steps": warmup_steps,
+            },
+            bucket_bytes=bucket_bytes,
+            timeout_s=timeout_s,
+            observers=observers,
+            measure_drift=measure_drift,
+        )
+        self._periods = hierarchy.periods
+
+    @property
+    def period_process_group_dict(self) -> OrderedDict[int, Any]:
+        """The process group of each period, ascending; this rank's own, empty outside the process group."""
+        handle = self._framework().groups.handle
+        return OrderedDict(
+            (period, handle(group)) for period, group in zip(self._periods, self._level_groups, strict=False)
+        )
+
+
+@final
+class _SingleRounds(ScheduledAverager):
+    """One round at each call, without a count."""
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__(
+            process_group,
+            Periodic(1),
+            None,
+            {"class": "averagers.average_parameters"},
+            bucket_bytes=_BUCKET_BYTES,
+            timeout_s=None,
+            observers=(),
+            measure_drift=False,
+        )
+
+    def average_parameters(self, params: Iterable[Any]) -> None:
+        """Average ``params`` now."""
+        self.step = 0
+        self._once_trainable = set()
+        super().average_parameters(params)
+
+
+_single_rounds: dict[Any, _SingleRounds] = {}
+
+
+def average_parameters(params: Iterable[Any], process_group: Any = None) -> None:
+    """Average ``params`` in place now, once, without schedule or state.
+
+    Every rank of the process group must call this; a caller outside it leaves its tensors alone. The
+    groups made at the first call are kept for the next until the process group is destroyed.
+
+    Args:
+        params: ``model.parameters()``, ``model.named_parameters()``, ``optimizer.param_groups`` or any
+            iterable of tensors. Floating and complex tensors are averaged, except frozen parameters.
+        process_group: The ranks that average; None means all of them.
+
+    Raises:
+        InvalidTypeError, UnsupportedTensorError: ``params`` cannot be averaged; nothing was sent.
+        DisagreementError: the ranks passed different tensors; nothing was averaged.
+        RoundFailedError: a rank died, or did not come within the process group's timeout.
+
+    Example:
+        >>> averagers.average_parameters(model.parameters())
+    """
+    handle = ScheduledAverager._framework().groups.resolve(process_group)
+    for stale in [known for known, rounds in _single_rounds.items() if not rounds.is_usable]:
+        del _single_rounds[stale]
+    if handle not in _single_rounds:
+        _single_rounds[handle] = _SingleRounds(handle)
+    _single_rounds[handle].average_parameters(params)
+
+
+def _warn_of_period_one(longest_period: int) -> None:
+    if longest_period == 1:
+        warnings.warn(
+            "with a period of 1 the weights of all ranks are averaged at every step, which costs no less than "
+            "averaging the gradients: use DistributedDataParallel alone, or a longer period",
+            UserWarning,
+            stacklevel=3,
+        )

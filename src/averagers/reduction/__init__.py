@@ -1,0 +1,1 @@
+"""How the mean is computed: what is averaged, in which buckets, over which groups."""

@@ -1,0 +1,270 @@
+"""The reducer: walks through the buckets of a round, several in flight, and writes the mean in place."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from averagers.errors import InvalidValueError
+from averagers.reduction.groups import TorchGroup
+from averagers.reduction.interface import Group, Listing, Reduced, Reducer, Selection
+from averagers.reduction.layout import Bucket, Kind, plan_buckets
+from averagers.reduction.tensors import describe, elements, in_memory_order, select_every_tensor, select_tensors
+from averagers.reduction.transfers import (
+    AllReduceMean,
+    Broadcast,
+    Buffers,
+    DriftMeter,
+    ExchangeMean,
+    Load,
+    Transfer,
+)
+
+# Enough to keep the link busy while one bucket is packed and another unpacked.
+_BUCKETS_IN_FLIGHT = 4
+
+_SIXTEEN_BIT = frozenset({torch.bfloat16, torch.float16})
+
+
+@final
+@dataclass(frozen=True)
+class _Layout:
+    """What is computed once and kept while the list of tensors stays the same.
+
+    Attributes:
+        key: Place, shape and type of each tensor; any change of these makes a new layout.
+        listing: The tensors as the ranks compare them.
+        buckets: The plan.
+        shared_memory: Positions of tensors whose memory overlaps another's.
+    """
+
+    key: list[tuple[Any, ...]]
+    listing: Listing
+    buckets: tuple[Bucket, ...]
+    shared_memory: frozenset[int]
+
+
+@final
+@dataclass(frozen=True)
+class _TorchSelection(Selection):
+    layout: _Layout
+
+
+@final
+class TorchReducer(Reducer):
+    """Averages dense tensors in buckets, in place.
+
+    Args:
+        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.bucket_bytes = bucket_bytes
+        self._layout = _Layout([], Listing((), 0), (), frozenset())
+        self._buffers = _new_buffers()
+
+    def select(self, params: Iterable[Any], once_trainable: set[int]) -> Selection:
+        """Read ``params`` once and return what is averaged of it."""
+        return self._selection(select_tensors(params, once_trainable))
+
+    def select_all(self, tensors: Iterable[tuple[str, Any]]) -> Selection:
+        """Return named tensors of any dtype as a selection, to broadcast."""
+        return self._selection(select_every_tensor(tensors))
+
+    def check(self, selection: Selection, group: Group) -> None:
+        """Raise if the group's backend cannot reach a tensor's device."""
+        assert isinstance(group, TorchGroup)
+        served = ", ".join(sorted(group.device_types))
+        for tensor, description in zip(selection.tensors, selection.listing.descriptions, strict=True):
+            if tensor.device.type not in group.device_types:
+                raise InvalidValueError(
+                    f"tensor {description.name} is on {tensor.device}, but the process group's backend serves "
+                    f"{served} only: move the model, or call init_process_group with a backend for "
+                    f"{tensor.device.type} too, such as 'cpu:gloo,cuda:nccl'"
+                )
+
+    def average_(self, selection: Selection, group: Group, *, measure_drift: bool) -> Reduced:
+        """Replace every selected tensor by its mean over ``group``, in place."""
+        drift = DriftMeter() if measure_drift else None
+        wire_bytes = self._transfer(selection, group, drift=drift)
+        if drift is None:
+            return Reduced(wire_bytes, None)
+        return Reduced(wire_bytes, math.sqrt(group.total(drift.total) / group.size))
+
+    def broadcast_(self, selection: Selection, group: Group) -> None:
+        """Replace every selected tensor by that of the group's first rank, in place."""
+        self._transfer(selection, group, transfer=Broadcast())
+
+    def snapshot(self, selection: Selection) -> Sequence[Any]:
+        """Return copies of the selected tensors."""
+        with _plain_memory():
+            return [in_memory_order(tensor).clone() for tensor in selection.tensors]
+
+    def restore_(self, selection: Selection, snapshot: Sequence[Any]) -> None:
+        """Write copies made by ``snapshot`` back, in place."""
+        with _plain_memory():
+            for tensor, saved in zip(selection.tensors, snapshot, strict=True):
+                in_memory_order(tensor).copy_(saved)
+
+    def close(self) -> None:
+        """Free the buffers kept between rounds."""
+        self._buffers = _new_buffers()
+
+    def _selection(self, selected: list[tuple[str, Tensor]]) -> _TorchSelection:
+        key = [
+            (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            for name, tensor in selected
+        ]
+        tensors = [tensor for _, tensor in selected]
+        if key != self._layout.key:
+            buckets = plan_buckets(
+                [tensor.numel() * (2 if tensor.is_complex() else 1) for tensor in tensors],
+                [_kind(tensor) for tensor in tensors],
+                bucket_bytes=self.bucket_bytes,
+            )
+            self._layout = _Layout(key, describe(selected), buckets, _overlapping(tensors))
+        return _TorchSelection(tensors, self._layout.listing, self._layout)
+
+    def _transfer(
+        self,
+        selection: Selection,
+        group: Group,
+        *,
+        transfer: Transfer | None = None,
+        drift: DriftMeter | None = None,
+    ) -> int:
+        """Run every bucket through its transfer, and return the bytes that this rank sent."""
+        assert isinstance(group, TorchGroup)
+        assert isinstance(selection, _TorchSelection)
+        layout = selection.layout
+        wire_bytes = 0.0
+
+        def runs() -> Iterator[_Run]:
+            nonlocal wire_bytes
+            for index, bucket in enumerate(layout.buckets):
+                load = _load(bucket, selection.tensors, layout.shared_memory, drift)
+                chosen = transfer or _mean_of(load.blocks[0].dtype)
+                wire_bytes += chosen.wire_bytes(load, group.size)
+                lane = group.lanes[index % len(group.lanes)]
+                buffers = self._buffers[index % _BUCKETS_IN_FLIGHT]
+                yield _Run(chosen.run(load, lane, buffers), _BUCKETS_IN_FLIGHT // chosen.num_collectives)
+
+        with _plain_memory():
+            try:
+                _run_pipeline(runs())
+            except BaseException:
+                # Collectives still under way may write into these buffers.
+                self._buffers = _new_buffers()
+                raise
+        return round(wire_bytes)
+
+
+@contextmanager
+def _plain_memory() -> Iterator[None]:
+    """Write without autograd, and keep buffers usable where the caller is in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@dataclass
+class _Run:
+    """A bucket under way: its generator, the collective it waits for, and when to go on.
+
+    Attributes:
+        steps: Yields each collective that it has started.
+        lag: How many buckets are started between two steps of this one.
+        due: The tick of the next step.
+        work: The collective to wait for then.
+    """
+
+    steps: Generator[dist.Work, None, None]
+    lag: int
+    due: int = 0
+    work: dist.Work | None = None
+
+    def advance(self, tick: int) -> bool:
+        """Wait for the collective under way and go on; False at the end."""
+        if self.work is not None:
+            self.work.wait()
+        self.work = next(self.steps, None)
+        self.due = tick + self.lag
+        return self.work is not None
+
+
+def _run_pipeline(runs: Iterable[_Run]) -> None:
+    """Start the runs in turn, and go on with those whose lag has passed.
+
+    When a run goes on is counted in buckets, never in time, so that every rank starts the same
+    collectives in the same order.
+    """
+    under_way: deque[_Run] = deque()
+    tick = 0
+    for run in runs:
+        tick += 1
+        _advance_due(under_way, tick)
+        if run.advance(tick):
+            under_way.append(run)
+    while under_way:
+        tick += 1
+        _advance_due(under_way, tick)
+
+
+def _advance_due(under_way: deque[_Run], tick: int) -> None:
+    for run in [run for run in under_way if run.due == tick]:
+        if not run.advance(tick):
+            under_way.remove(run)
+
+
+def _load(
+    bucket: Bucket, tensors: Sequence[Tensor], shared_memory: frozenset[int], drift: DriftMeter | None
+) -> Load:
+    """Bind a bucket to the tensors as they are now."""
+    blocks: list[Tensor] = []
+    for slot in bucket.slots:
+        blocks.extend(elements(in_memory_order(tensors[slot.tensor]), slot.start, slot.stop))
+    alone = len(blocks) == 1 and bucket.slots[0].tensor not in shared_memory
+    return Load(blocks, bucket.num_elements, alone and blocks[0].is_contiguous() and drift is None, drift)
+
+
+def _new_buffers() -> tuple[Buffers, ...]:
+    return tuple(Buffers() for _ in range(_BUCKETS_IN_FLIGHT))
+
+
+def _mean_of(dtype: torch.dtype) -> Transfer:
+    return ExchangeMean() if dtype in _SIXTEEN_BIT else AllReduceMean()
+
+
+def _kind(tensor: Tensor) -> Kind:
+    """Return what the tensor's buckets hold: complex numbers travel as pairs of reals."""
+    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    return Kind(tensor.device, dtype, dtype.itemsize)
+
+
+def _overlapping(tensors: Sequence[Tensor]) -> frozenset[int]:
+    """Return the positions of tensors whose span of memory overlaps another's."""
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + _span_bytes(tensor), position)
+        for position, tensor in enumerate(tensors)
+        if tensor.numel()
+    )
+    overlapping: set[int] = set()
+    end, last = 0, -1
+    for start, stop, position in spans:
+        if start < end:
+            overlapping.update((position, last))
+        if stop > end:
+            end, last = stop, position
+    return frozenset(overlapping)
+
+
+def _span_bytes(tensor: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize

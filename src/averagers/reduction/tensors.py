@@ -1,0 +1,196 @@
+"""What is averaged: reads the caller's ``params`` once, checks every tensor, and describes the list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter, UninitializedTensorMixin
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from averagers.errors import InvalidTypeError, UnsupportedTensorError
+from averagers.reduction.interface import Listing, TensorDescription
+
+_SUPPORTED_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.complex128,
+        torch.complex64,
+        torch.complex32,
+    }
+)
+
+
+def select_tensors(params: Iterable[Any], once_trainable: set[int]) -> list[tuple[str, Tensor]]:
+    """Read ``params`` once and return what is averaged, each tensor once, with a name to tell it by.
+
+    Floating and complex tensors are averaged, except a `torch.nn.Parameter` that is not trainable and
+    whose position is not in ``once_trainable``. Positions of trainable parameters are added there.
+
+    Raises:
+        InvalidTypeError: an item is not a tensor, a ``(name, tensor)`` pair or a parameter group.
+        UnsupportedTensorError: a tensor cannot be averaged in place.
+    """
+    selected: list[tuple[str, Tensor]] = []
+    seen: set[tuple[Any, ...]] = set()
+    for position, (name, tensor) in enumerate(_named_tensors(params)):
+        if isinstance(tensor, Parameter):
+            if tensor.requires_grad:
+                once_trainable.add(position)
+            elif position not in once_trainable:
+                continue
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        _check_supported(name, tensor)
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        selected.append((name, tensor))
+    return selected
+
+
+def select_every_tensor(tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
+    """Read named tensors of any dtype, to copy them from rank to rank.
+
+    Raises:
+        InvalidTypeError: an item is not a ``(name, tensor)`` pair.
+        UnsupportedTensorError: a tensor cannot be written in place.
+    """
+    selected = list(_named_tensors(tensors))
+    for name, tensor in selected:
+        _check_supported(name, tensor, any_dtype=True)
+    return selected
+
+
+def describe(selected: list[tuple[str, Tensor]]) -> Listing:
+    """Describe the tensors as the ranks compare them."""
+    devices: dict[torch.device, str] = {}
+    descriptions = []
+    for name, tensor in selected:
+        device = devices.setdefault(tensor.device, f"{tensor.device.type}:{len(devices)}")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        descriptions.append(TensorDescription(name, tuple(tensor.shape), dtype, stride_order(tensor), device))
+    return Listing(tuple(descriptions), sum(tensor.numel() for _, tensor in selected))
+
+
+def stride_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions from the largest stride to the smallest, without those of size 1."""
+    dims = [dim for dim, size in enumerate(tensor.shape) if size != 1]
+    return tuple(sorted(dims, key=lambda dim: -tensor.stride(dim)))
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a view of reals, outside autograd's graph, whose last dimension lies closest in memory.
+
+    Writing through it bumps the tensor's own version counter, so that autograd notices a round
+    between forward and backward.
+    """
+    view = tensor.detach()
+    if view.is_complex():
+        # The mean of conjugates is the conjugate of the mean: average what lies in memory.
+        view = torch.view_as_real(view.conj() if view.is_conj() else view)
+    order = stride_order(view)
+    unit_dims = [dim for dim, size in enumerate(view.shape) if size == 1]
+    return view.permute((*unit_dims, *order))
+
+
+def elements(view: Tensor, start: int, stop: int) -> list[Tensor]:
+    """Return views that together hold elements ``start`` to ``stop`` of ``view``, counted row by row."""
+    if start == stop:
+        return []
+    if view.is_contiguous():
+        return [view.view(-1)[start:stop]]
+    row_size = view.numel() // view.shape[0]
+    first, last = -(-start // row_size), stop // row_size
+    if first > last:
+        return elements(view[last], start - last * row_size, stop - last * row_size)
+    head = elements(view[first - 1], start % row_size, row_size) if start % row_size else []
+    body = [view[first:last]] if first < last else []
+    tail = elements(view[last], 0, stop % row_size) if stop % row_size else []
+    return head + body + tail
+
+
+def _named_tensors(params: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name, tensor)`` of everything in ``params``; a tensor without a name is ``#position``."""
+    if isinstance(params, Tensor | str | Mapping) or not isinstance(params, Iterable):
+        raise InvalidTypeError(
+            "params must be an iterable of tensors, (name, tensor) pairs or parameter groups, such as "
+            f"model.parameters(), got a single {type(params).__name__}"
+        )
+    position = 0
+    for index, item in enumerate(params):
+        for name, tensor in _named_items(item, index):
+            yield name or f"#{position}", tensor
+            position += 1
+
+
+def _named_items(item: Any, index: int) -> Iterator[tuple[str | None, Tensor]]:
+    if isinstance(item, Tensor):
+        yield None, item
+    elif _is_pair(item):
+        yield item
+    elif isinstance(item, Mapping) and "params" in item:
+        members = item["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        names = item.get("param_names", [None] * len(members))
+        for member_index, (name, member) in enumerate(zip(names, members, strict=True)):
+            if isinstance(member, Tensor):
+                yield name, member
+            elif _is_pair(member):
+                yield member
+            else:
+                raise _wrong_item(member, f"params[{index}]['params'][{member_index}]")
+    else:
+        raise _wrong_item(item, f"params[{index}]")
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
+
+
+def _wrong_item(item: Any, where: str) -> InvalidTypeError:
+    return InvalidTypeError(
+        f"{where} must be a tensor, a (name, tensor) pair or a parameter group with 'params', "
+        f"got {type(item).__name__}"
+    )
+
+
+def _check_supported(name: str, tensor: Tensor, *, any_dtype: bool = False) -> None:
+    """Raise if ``tensor`` cannot be averaged in place."""
+    reason = _unsupported(tensor, any_dtype=any_dtype)
+    if reason:
+        raise UnsupportedTensorError(
+            f"tensor {name} of shape {_shape(tensor)} cannot be averaged: {reason}"
+        )
+
+
+def _shape(tensor: Tensor) -> str:
+    return "unknown" if isinstance(tensor, UninitializedTensorMixin) else str(tuple(tensor.shape))
+
+
+def _unsupported(tensor: Tensor, *, any_dtype: bool) -> str | None:
+    """Return why ``tensor`` cannot be averaged in place, or None if it can."""
+    kind = type(tensor).__name__
+    if isinstance(tensor, UninitializedTensorMixin):
+        return "it is not initialized yet; run one forward pass of the lazy module first"
+    if kind == "DTensor" or is_traceable_wrapper_subclass(tensor):
+        return f"it is a {kind}; average the plain tensors it is made of"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"its layout is {'nested' if tensor.is_nested else tensor.layout}; only dense tensors can be"
+    if tensor.dtype not in _SUPPORTED_DTYPES and not any_dtype:
+        return f"its dtype is {tensor.dtype}; keep a copy in float32, bfloat16 or float16 and average that"
+    if tensor.is_meta:
+        return "it is on the meta device and has no values"
+    if tensor.is_inference():
+        return "it was made in torch.inference_mode(), and writing to it would break training after it"
+    if tensor.numel() and tensor.data_ptr() == 0:
+        return "its memory is freed at the moment, as sharding does between steps"
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return "several of its elements share memory, as expand() makes them; pass the tensor it came from"
+    return None

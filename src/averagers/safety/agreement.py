@@ -1,0 +1,127 @@
+"""Agreement: before a round, all ranks of a group compare what they are about to do.
+
+One fixed-size message tells whether they agree. Only when they do not, each sends the details, and
+all raise the same error. Nothing that a peer sent is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from hashlib import blake2b
+from typing import Any, final
+
+from averagers.errors import DisagreementError
+from averagers.reduction.interface import Group, Listing
+
+_ADVICE = {
+    "step": "every rank must call average_parameters and finish equally often",
+    "tensors": "every rank must pass the same tensors in the same order",
+}
+
+
+@final
+@dataclass(frozen=True)
+class Statement:
+    """What one rank is about to do.
+
+    Attributes:
+        facts: Named values that must be equal on all ranks, in the order in which they are compared.
+        listing: The tensors of a round; None where there are none to compare.
+    """
+
+    facts: Mapping[str, Any]
+    listing: Listing | None = None
+
+    def digest(self) -> tuple[int, int]:
+        """Return two non-negative 63-bit numbers that differ where statements do."""
+        state = blake2b(repr(list(self.facts.items())).encode(), digest_size=16)
+        if self.listing is not None:
+            state.update(self.listing.digest)
+        digest = state.digest()
+        return int.from_bytes(digest[:8], "big") >> 1, int.from_bytes(digest[8:], "big") >> 1
+
+    def details(self) -> bytes:
+        """Return the statement as JSON."""
+        tensors = None if self.listing is None else [astuple(one) for one in self.listing.descriptions]
+        return json.dumps({"facts": dict(self.facts), "tensors": tensors}).encode()
+
+
+def agree(group: Group, statement: Statement) -> None:
+    """Return if all ranks of ``group`` make the same statement.
+
+    Raises:
+        DisagreementError: they do not; the message is the same on every rank.
+    """
+    numbers = statement.digest()
+    highest = group.maximum([*numbers, *(-number for number in numbers)])
+    if all(high == -low for high, low in zip(highest[:2], highest[2:], strict=True)):
+        return
+    statements = [json.loads(details) for details in group.gather(statement.details())]
+    raise DisagreementError(explain_difference(group.ranks, statements))
+
+
+def explain_difference(ranks: Sequence[int], statements: Sequence[Any]) -> str:
+    """Return the first difference between the ranks' statements, and the ranks on each side."""
+    for fact in statements[0]["facts"]:
+        values = [statement["facts"].get(fact, "missing") for statement in statements]
+        if any(value != values[0] for value in values):
+            advice = _ADVICE.get(fact, f"give every rank the same {fact}")
+            return f"the ranks disagree: {_sides(fact + ' is ', ranks, [str(value) for value in values])}; {advice}"
+    return f"the ranks disagree: {_tensor_difference(ranks, statements)}; {_ADVICE['tensors']}"
+
+
+def _tensor_difference(ranks: Sequence[int], statements: Sequence[Any]) -> str:
+    lists = [statement["tensors"] or [] for statement in statements]
+    counts = [f"{len(tensors)} tensors" for tensors in lists]
+    prefix = "" if len(set(counts)) == 1 else _sides("there are ", ranks, counts) + "; "
+    for index in range(max(map(len, lists))):
+        row = [tensors[index] if index < len(tensors) else None for tensors in lists]
+        if any(entry != row[0] for entry in row):
+            names = {entry[0] for entry in row if entry is not None}
+            name = names.pop() if len(names) == 1 else None
+            shown = [_describe(entry, with_name=name is None) for entry in row]
+            where = f"`{name}`" if name else f"tensor {index}"
+            return f"{prefix}the first difference is {where}: {_sides('', ranks, shown)}"
+    return f"{prefix}the tensors differ"
+
+
+def _describe(entry: Sequence[Any] | None, *, with_name: bool) -> str:
+    if entry is None:
+        return "missing"
+    name, shape, dtype, order, device = entry
+    size = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
+    text = f"{size} {dtype}"
+    if list(order) != sorted(order):
+        text += f" with dimensions in memory order {tuple(order)}"
+    if device != "cpu:0":
+        text += f" on device {device}"
+    return f"`{name}` {text}" if with_name else text
+
+
+def _sides(prefix: str, ranks: Sequence[int], values: Sequence[str]) -> str:
+    """Return ``prefix`` and each distinct value with its ranks, the fewest ranks first."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        by_value.setdefault(value, []).append(rank)
+    sides = sorted(by_value.items(), key=lambda side: (len(side[1]), side[1]))
+    return prefix + ", ".join(f"{value} on {format_ranks(members)}" for value, members in sides)
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, runs shortened.
+
+    Example:
+        >>> from averagers.safety.agreement import format_ranks
+        >>> format_ranks([3]), format_ranks([0, 1, 2, 5])
+        ('rank 3', 'ranks 0-2, 5')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(texts)}"

@@ -1,0 +1,157 @@
+"""`attach`: averaging after each step of an optimizer, with no change in the loop."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from averagers.averager import RoundContent, average_parameters
+from averagers.engine import ScheduledAverager
+from averagers.errors import InvalidTypeError, InvalidValueError
+from averagers.training.amp import ScaledStep, is_state_initialization
+from averagers.training.module_state import ModuleContent, named_state
+
+_optimizer_of: weakref.WeakKeyDictionary[Any, weakref.ref[torch.optim.Optimizer]] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    optimizer: torch.optim.Optimizer, averager: Any, *, module: nn.Module | None = None
+) -> Attachment:
+    """Average the optimizer's parameters after each of its steps, as ``averager`` decides.
+
+    Args:
+        optimizer: Any optimizer; a gradient scaler, a closure or a scheduler may use it as before.
+        averager: An averager; torch's own will do, without ``module``.
+        module: If given, its weights and buffers are first made equal on all ranks (those of the
+            group's first rank, as DDP does), and its floating buffers go along in each round. Running
+            means of normalization layers are averaged, their running variances merged as the mean of
+            the variances plus the variance of the means; integer buffers stay local.
+
+    Returns:
+        A handle with ``finish()`` and ``remove()``. As a context manager it does both at the end of its
+        block; after an exception it only removes the hooks.
+
+    Raises:
+        InvalidTypeError: an argument is of the wrong type.
+        InvalidValueError: the averager already serves an optimizer, which would count every step twice;
+            or the optimizer shards its state and would overwrite local steps.
+
+    Example:
+        >>> with averagers.attach(optimizer, averager, module=model):
+        ...     for batch, labels in data:
+        ...         optimizer.zero_grad()
+        ...         loss_fn(model(batch), labels).backward()
+        ...         optimizer.step()
+    """
+    check_pair(optimizer, averager)
+    content: RoundContent | None = None
+    if module is not None:
+        if not isinstance(module, nn.Module):
+            raise InvalidTypeError(f"module must be a torch.nn.Module or None, got {type(module).__name__}")
+        if not isinstance(averager, ScheduledAverager):
+            raise InvalidTypeError(
+                f"module= needs a PeriodicModelAverager or HierarchicalModelAverager of averagers, which take "
+                f"buffers along, got {type(averager).__name__}"
+            )
+        averager.broadcast(named_state(module))
+        content = ModuleContent(optimizer, module)
+    return Attachment(optimizer, averager, content)
+
+
+@final
+class Attachment:
+    """What `attach` returns: ends the averaging, and can finish it first.
+
+    Attributes:
+        averager: The averager.
+        optimizer: The optimizer whose steps it follows.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, averager: Any, content: RoundContent | None) -> None:
+        self.optimizer = optimizer
+        self.averager = averager
+        self._content = content
+        self._scaled_step = ScaledStep(optimizer)
+        self._counts = True
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        _optimizer_of[averager] = weakref.ref(optimizer)
+
+    def finish(self) -> None:
+        """End the run: average once more among all ranks, if the last step did not.
+
+        Every rank must call this, after equally many steps.
+        """
+        finish = getattr(self.averager, "finish", None)
+        if finish is not None:
+            finish(self._params())
+        else:
+            average_parameters(self._params(), self.averager.process_group)
+
+    def remove(self) -> None:
+        """Take the hooks off the optimizer; nothing is communicated."""
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._scaled_step.remove()
+        _optimizer_of.pop(self.averager, None)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Not after an exception: the other ranks may never come.
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.remove()
+
+    def __repr__(self) -> str:
+        state = "" if self._hooks else ", removed"
+        return f"Attachment({type(self.optimizer).__name__}, {self.averager!r}{state})"
+
+    def _params(self) -> Any:
+        return self._content or self.optimizer.param_groups
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._counts = not (kwargs and is_state_initialization(optimizer, args, kwargs))
+        self._scaled_step.before()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._scaled_step.after()
+        if self._counts:
+            self.averager.average_parameters(self._params())
+
+
+def check_pair(optimizer: Any, averager: Any) -> None:
+    """Raise unless ``averager`` can follow the steps of ``optimizer``."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise InvalidValueError(
+            "optimizer is a ZeroRedundancyOptimizer: after each step it overwrites every rank's weights with the "
+            "owner's, so that local steps are lost; use a plain optimizer on each rank"
+        )
+    if not callable(getattr(averager, "average_parameters", None)) or not isinstance(
+        getattr(averager, "step", None), int
+    ):
+        raise InvalidTypeError(
+            f"averager must be a ModelAverager, with average_parameters and step, got {type(averager).__name__}"
+        )
+    served = _optimizer_of.get(averager, lambda: None)()
+    if served is not None:
+        raise InvalidValueError(
+            f"averager already follows the steps of a {type(served).__name__}, and a second optimizer would count "
+            "every step twice: build an averager for each, or remove the first attachment"
+        )

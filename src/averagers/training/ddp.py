@@ -1,0 +1,103 @@
+"""Gradients for post-local SGD: DDP over all ranks during the warm-up, within a subgroup afterwards."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from averagers.errors import InvalidTypeError, InvalidValueError
+from averagers.reduction.groups import node_of_each_rank
+from averagers.reduction.pytorch import PYTORCH
+
+
+@final
+class PostLocalSGDState:
+    """State of `post_local_sgd_hook`: reads the averager's step, so there is nothing to keep or save.
+
+    Args:
+        averager: Whose warm-up decides; it has ``step``, ``warmup_steps`` and ``process_group``.
+        subgroup: The ranks that average gradients after the warm-up. None means the ranks on this node,
+            told by the host names, which all ranks of the averager exchange here. A subgroup of one
+            rank sends no gradients.
+
+    Attributes:
+        averager: The averager.
+        subgroup: The process group of the subgroup.
+
+    Raises:
+        InvalidTypeError: an argument is of the wrong type.
+        InvalidValueError: this rank is not in the averager's process group, or not in ``subgroup``.
+
+    Example:
+        >>> ddp_model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        >>> state = averagers.PostLocalSGDState(averager)
+        >>> ddp_model.register_comm_hook(state, averagers.post_local_sgd_hook)
+    """
+
+    def __init__(self, averager: Any, subgroup: dist.ProcessGroup | None = None) -> None:
+        for name in ("step", "warmup_steps", "process_group"):
+            if not hasattr(averager, name):
+                raise InvalidTypeError(
+                    f"averager must be an averager with a warm-up, got {type(averager).__name__} without {name}"
+                )
+        ranks = PYTORCH.groups.members(PYTORCH.groups.resolve(averager.process_group))
+        if ranks is None:
+            raise InvalidValueError("this rank is not in the averager's process group, and cannot share its gradients")
+        self.averager = averager
+        if subgroup is None:
+            self.subgroup = _node_group(averager.process_group, ranks)
+        elif PYTORCH.groups.members(PYTORCH.groups.resolve(subgroup)) is None:
+            raise InvalidValueError("this rank is not in subgroup: give each rank the subgroup that it belongs to")
+        else:
+            self.subgroup = subgroup
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group that averages gradients at the averager's step."""
+        averager = self.averager
+        group: dist.ProcessGroup = (
+            averager.process_group if averager.step < averager.warmup_steps else self.subgroup
+        )
+        return group
+
+    def __repr__(self) -> str:
+        return f"PostLocalSGDState({self.averager!r}, subgroup of {self.subgroup.size()})"
+
+
+def post_local_sgd_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients among all ranks during the averager's warm-up, then in the subgroup.
+
+    For ``DistributedDataParallel.register_comm_hook``, beside an averager that runs after each
+    ``optimizer.step()``. With gradient accumulation every backward reads the same step, so that the
+    warm-up ends for hook and averager at once. Two things of DDP still wait for all ranks at every
+    step, whatever the hook does: buffers are broadcast at each forward unless DDP is built with
+    ``broadcast_buffers=False``, and ``find_unused_parameters=True`` compares the parameters used.
+
+    Args:
+        state: What decides among whom.
+        bucket: DDP's bucket; its flat buffer is averaged in place.
+
+    Returns:
+        A future of the averaged buffer.
+    """
+    gradients = bucket.buffer()
+    group = state.group
+    if group.size() == 1:
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+    gradients.div_(group.size())
+    work = dist.all_reduce(gradients, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _node_group(process_group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return a group of the ranks that run on this rank's node."""
+    nodes = node_of_each_rank(PYTORCH.groups.borrow(process_group))
+    own = nodes[ranks.index(dist.get_rank())]
+    members = tuple(rank for rank, node in zip(ranks, nodes, strict=True) if node == own)
+    group: dist.ProcessGroup = PYTORCH.groups.handle(PYTORCH.groups.open(process_group, members, timeout_s=None))
+    return group

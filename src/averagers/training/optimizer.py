@@ -1,0 +1,131 @@
+"""`ModelAveragingOptimizer`: an optimizer and its averager as one optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+
+from averagers.errors import StateDictError
+from averagers.training.attach import Attachment, check_pair
+
+_AVERAGER_KEY = "averager"
+
+
+@final
+class ModelAveragingOptimizer(torch.optim.Optimizer):
+    """Steps an inner optimizer, then averages its parameters, as ``averager`` decides.
+
+    Takes the place of ``torch.distributed.optim.PostLocalSGDOptimizer`` and loads its checkpoints.
+    Parameter groups and state are always the inner optimizer's own.
+
+    Args:
+        optim: The inner optimizer.
+        averager: An averager; torch's own will do.
+
+    Attributes:
+        optim: The inner optimizer.
+        averager: The averager.
+
+    Raises:
+        InvalidTypeError: an argument is of the wrong type.
+        InvalidValueError: the averager already serves an optimizer, which would count every step twice;
+            or ``optim`` shards its state and would overwrite local steps.
+
+    Example:
+        >>> optimizer = averagers.ModelAveragingOptimizer(torch.optim.AdamW(model.parameters()), averager)
+        >>> loss_fn(model(batch), labels).backward()
+        >>> optimizer.step()
+        >>> optimizer.finish()
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+        check_pair(optim, averager)
+        self.averager = averager
+        self._inner: torch.optim.Optimizer | None = None
+        # Sets up hooks and profiling; its groups are placeholders that the properties below replace.
+        super().__init__([{"params": []}], {})
+        self._inner = self.optim = optim
+        self.defaults = optim.defaults
+        self._attachment = Attachment(self, averager, None)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's parameter groups."""
+        return [] if self._inner is None else self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._inner is not None:
+            self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state."""
+        return {} if self._inner is None else self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._inner is not None:
+            self._inner.state = state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step the inner optimizer, average if a round is due, and return the closure's loss."""
+        return self.optim.step() if closure is None else self.optim.step(closure)
+
+    def finish(self) -> None:
+        """End the run: average once more among all ranks, if the last step did not."""
+        self._attachment.finish()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as the inner optimizer does."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the inner optimizer; it is averaged from then on."""
+        if self._inner is not None:
+            self._inner.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state, the averager's under ``"averager"``, and ``"step"`` as torch's wrapper."""
+        state_dict = self.optim.state_dict()
+        state_dict["step"] = self.averager.step
+        if hasattr(self.averager, "state_dict"):
+            state_dict[_AVERAGER_KEY] = self.averager.state_dict()
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned here or in torch's wrapper, or a plain optimizer's state.
+
+        Without a step in it the averager's step becomes 0, with a ``UserWarning``.
+
+        Raises:
+            StateDictError: the averager's part is damaged or of another configuration; nothing was loaded.
+        """
+        step = state_dict.get("step", 0)
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise StateDictError(f"step in state_dict must be an int of at least 0, got {step!r}")
+        if _AVERAGER_KEY in state_dict and hasattr(self.averager, "load_state_dict"):
+            self.averager.load_state_dict(state_dict[_AVERAGER_KEY])
+        else:
+            self.averager.step = step
+        if "step" not in state_dict:
+            warnings.warn(
+                "state_dict has no step of an averager, as a plain optimizer's has none: the step is 0 now, and the "
+                "warm-up starts again; set averager.step to go on where the run stopped",
+                UserWarning,
+                stacklevel=2,
+            )
+        inner = {name: value for name, value in state_dict.items() if name not in ("step", _AVERAGER_KEY)}
+        self.optim.load_state_dict(inner)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.optim, self.averager)
+
+    def __repr__(self) -> str:
+        return f"ModelAveragingOptimizer({self.optim!r}, {self.averager!r})"
+
+
+PostLocalSGDOptimizer = ModelAveragingOptimizer

@@ -1,0 +1,111 @@
+"""Runs a function on several real ranks: processes with a gloo group, killed together at a timeout."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+_PRELOADED = ["torch", "torch.distributed", "averagers.averager", "averagers.training.optimizer"]
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60,
+    group_timeout_s: float = 30,
+    may_die: Collection[int] = (),
+    initialize: bool = True,
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on each of ``world_size`` processes and return what each returned.
+
+    Args:
+        function: A function of a module; it and what it returns are pickled.
+        world_size: How many ranks.
+        args: Passed on to each.
+        timeout_s: After how many seconds all are killed and the test fails.
+        group_timeout_s: Timeout of the default process group.
+        may_die: Ranks whose death is part of the test; they return None.
+        initialize: Whether to call ``init_process_group`` before and destroy it after.
+
+    Raises:
+        AssertionError: a rank raised, died or did not end in time; with every rank's traceback.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = str(Path(folder) / "rendezvous")
+        pipes, processes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            setting = (rank, world_size, rendezvous, group_timeout_s, initialize)
+            process = context.Process(target=_rank_main, args=(function, args, setting, sender), daemon=True)
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            outcomes = _collect(pipes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.join(5 if process.is_alive() else 0)
+                process.kill()
+                process.join()
+    problems = [
+        f"--- rank {rank} ---\n{outcomes.get(rank, ('did not end within ' + str(timeout_s) + ' s',))[-1]}"
+        for rank in range(world_size)
+        if outcomes.get(rank, ("late",))[0] != "returned" and rank not in may_die
+    ]
+    assert not problems, "\n".join(problems)
+    return [outcomes[rank][1] if outcomes.get(rank, ("late",))[0] == "returned" else None for rank in range(world_size)]
+
+
+def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[str, Any]]:
+    """Receive one outcome a rank, until all have one or the deadline is over."""
+    outcomes: dict[int, tuple[str, Any]] = {}
+    while len(outcomes) < len(pipes):
+        open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in outcomes]
+        ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            try:
+                outcomes[pipes.index(pipe)] = pipe.recv()
+            except EOFError:
+                outcomes[pipes.index(pipe)] = ("died", "died without a word")
+    return outcomes
+
+
+def _rank_main(function: Callable[..., Any], args: Any, setting: Any, sender: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size, rendezvous, group_timeout_s, initialize = setting
+    torch.set_num_threads(1)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
+    warnings.simplefilter("error")
+    try:
+        if initialize:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{rendezvous}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=group_timeout_s),
+            )
+        outcome = ("returned", function(rank, *args))
+    except BaseException:
+        outcome = ("raised", traceback.format_exc())
+    sender.send(outcome)
+    sender.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
