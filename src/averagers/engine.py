@@ -379,7 +379,7 @@ class ScheduledAverager(ModelAverager):
         self._ranks = groups.members(self.process_group)
         if self._ranks is None:
             return
-        caller_group = groups.borrow(self.process_group)
+        caller_group = groups.borrow(self.process_group, timeout_s=self._timeout_s)
         if caller_group.size > 1:
             options = {"bucket_bytes": self._bucket_bytes, "timeout_s": self._timeout_s}
             facts = {**self._configuration, **options, "measure_drift": self._measure_drift}

@@ -103,7 +103,9 @@ class Observer(Protocol):
     dropped with a warning: a full disk must not end a training run.
     """
 
-    def __call__(self, event: Event, /) -> None: ...
+    def __call__(self, event: Event, /) -> None:
+        """Take note of ``event``."""
+        ...
 
 
 @final
@@ -143,9 +145,7 @@ class Announcer:
 class RoundReport:
     """Builds the events of one round and announces them; without observers it does nothing."""
 
-    def __init__(
-        self, announcer: Announcer, call: str, step: int, level: int, group_size: int, rank: int
-    ) -> None:
+    def __init__(self, announcer: Announcer, call: str, step: int, level: int, group_size: int, rank: int) -> None:
         self._announcer = announcer
         self._round = (call, step, level, group_size, rank)
         self._size = (0, 0)

@@ -44,16 +44,14 @@ class TorchGroup(Group):
         device_types: The types of device that the backend serves.
     """
 
-    def __init__(
-        self, lanes: Sequence[dist.ProcessGroup], ranks: tuple[int, ...], timeout_s: float, name: str
-    ) -> None:
+    def __init__(self, lanes: Sequence[dist.ProcessGroup], ranks: tuple[int, ...], timeout_s: float, name: str) -> None:
         self.lanes = tuple(lanes)
         self.ranks = ranks
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
         self.device_types = frozenset(device.type for device in self.lanes[0]._device_types)
         self.device = _message_device(self.device_types)
-        self._store = dist.PrefixStore("averagers", _default_store())
+        self._store = c10d.PrefixStore("averagers", _default_store())
         self._name = name
         self._openings = 0
 
@@ -102,15 +100,24 @@ class TorchGroup(Group):
         return missing
 
     def _wait_for_peers(self, work: dist.Work) -> None:
-        started = time.monotonic()
-        marked = False
-        while not work.is_completed():
-            waited = time.monotonic() - started
-            if waited > _MARK_AFTER_S and not marked:
-                self._mark_arrival()
-                marked = True
-            time.sleep(min(1e-3, 2e-5 + waited / 8))
-        work.wait()
+        """Wait for ``work``, and after a while leave a mark that this rank came."""
+        patience = min(_MARK_AFTER_S, self.timeout_s)
+        if not self._ends_within(work, patience):
+            self._mark_arrival()
+            # Not left to the backend: its timeout may be longer, or end the process.
+            if not self._ends_within(work, self.timeout_s - patience):
+                raise RuntimeError(f"the other ranks did not answer within {self.timeout_s:g} s")
+
+    def _ends_within(self, work: dist.Work, seconds: float) -> bool:
+        if self.device.type == "cpu":
+            return _ends_within_on_cpu(work, seconds)
+        # NCCL's wait takes a timeout as a reason to abort the communicator: ask instead.
+        deadline = time.monotonic() + seconds  # pragma: only cuda
+        while not work.is_completed():  # pragma: only cuda
+            if time.monotonic() > deadline:  # pragma: only cuda
+                return False  # pragma: only cuda
+            time.sleep(2e-5)  # pragma: only cuda
+        return work.wait()  # pragma: only cuda
 
     def _mark(self, rank: int) -> str:
         return f"{self._name}/{self._openings}/{rank}"
@@ -165,16 +172,21 @@ class TorchGroups(Groups):
             return None
         return tuple(dist.get_process_group_ranks(process_group))
 
-    def borrow(self, process_group: Any) -> TorchGroup:
-        """Return the caller's own group, to compare configurations on."""
+    def borrow(self, process_group: Any, *, timeout_s: float | None) -> TorchGroup:
+        """Return the caller's own group, to compare configurations on.
+
+        Args:
+            process_group: The caller's.
+            timeout_s: How long to wait for the other ranks; None for the group's own timeout.
+        """
         self._forget_destroyed()
         if process_group not in self._borrowed:
             ranks = tuple(dist.get_process_group_ranks(process_group))
             name = f"caller/{process_group.group_name}"
-            self._borrowed[process_group] = TorchGroup(
-                [process_group], ranks, _timeout_s(process_group), name
-            )
-        return self._borrowed[process_group]
+            self._borrowed[process_group] = TorchGroup([process_group], ranks, _timeout_s(process_group), name)
+        group = self._borrowed[process_group]
+        group.timeout_s = _timeout_s(process_group) if timeout_s is None else timeout_s
+        return group
 
     def open(self, process_group: Any, ranks: tuple[int, ...], *, timeout_s: float | None) -> TorchGroup:
         """Return a group of our own of ``ranks``, made by its members only; equal ones are shared.
@@ -241,7 +253,7 @@ class TorchGroups(Groups):
         self.abandon(group)
 
 
-def node_of_each_rank(group: TorchGroup) -> list[str]:
+def node_of_each_rank(group: Group) -> list[str]:
     """Return the host name of each rank of ``group``, in its order. All its ranks must call this."""
     return [name.decode() for name in group.gather(socket.gethostname().encode())]
 
@@ -254,6 +266,7 @@ def _new_group(ranks: tuple[int, ...], backend: str, timeout_s: float, name: str
     # that is a collective of the whole world: hide the binding while the members make theirs.
     bound_device, world.bound_device_id = world.bound_device_id, None
     try:
+        process_group: dist.ProcessGroup
         process_group, _ = c10d._new_process_group_helper(
             len(ranks),
             ranks.index(dist.get_rank()),
@@ -270,8 +283,18 @@ def _new_group(ranks: tuple[int, ...], backend: str, timeout_s: float, name: str
     return process_group
 
 
-def _default_store() -> dist.Store:
-    return c10d._get_default_store()
+def _default_store() -> c10d.Store:
+    store: c10d.Store = c10d._get_default_store()
+    return store
+
+
+def _ends_within_on_cpu(work: dist.Work, seconds: float) -> bool:
+    try:
+        return work.wait(timedelta(seconds=max(seconds, 1e-3)))
+    except RuntimeError:
+        if work.is_completed():  # it failed; else this wait only timed out
+            raise
+        return False
 
 
 def _timeout_s(process_group: dist.ProcessGroup) -> float:
@@ -280,8 +303,8 @@ def _timeout_s(process_group: dist.ProcessGroup) -> float:
         options = getattr(process_group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
         if timeout is not None:
-            return timeout.total_seconds()
-    return dist.constants.default_pg_timeout.total_seconds()
+            return float(timeout.total_seconds())
+    return float(dist.constants.default_pg_timeout.total_seconds())
 
 
 def _message_device(device_types: frozenset[str]) -> torch.device:

@@ -61,7 +61,7 @@ class Groups(ABC):
         """Return the global ranks of ``process_group`` in its order; None outside it."""
 
     @abstractmethod
-    def borrow(self, process_group: Any) -> Group:
+    def borrow(self, process_group: Any, *, timeout_s: float | None) -> Group:
         """Return the caller's own group, to compare configurations on."""
 
     @abstractmethod

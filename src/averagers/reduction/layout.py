@@ -41,9 +41,7 @@ class Bucket:
     num_elements: int
 
 
-def plan_buckets(
-    sizes: Sequence[int], kinds: Sequence[Kind], *, bucket_bytes: int
-) -> tuple[Bucket, ...]:
+def plan_buckets(sizes: Sequence[int], kinds: Sequence[Kind], *, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Cut tensors into buckets of at most ``bucket_bytes``, nearly equal in size.
 
     A tensor of a bucket's size and more has buckets of its own; the smaller ones of a kind share

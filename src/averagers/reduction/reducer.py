@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, final
 
 import torch
@@ -17,7 +18,15 @@ from averagers.errors import InvalidValueError
 from averagers.reduction.groups import TorchGroup
 from averagers.reduction.interface import Group, Listing, Reduced, Reducer, Selection
 from averagers.reduction.layout import Bucket, Kind, plan_buckets
-from averagers.reduction.tensors import describe, elements, in_memory_order, select_every_tensor, select_tensors
+from averagers.reduction.tensors import (
+    Record,
+    describe,
+    elements,
+    in_memory_order,
+    overlapping,
+    select_every_tensor,
+    select_tensors,
+)
 from averagers.reduction.transfers import (
     AllReduceMean,
     Broadcast,
@@ -40,13 +49,13 @@ class _Layout:
     """What is computed once and kept while the list of tensors stays the same.
 
     Attributes:
-        key: Place, shape and type of each tensor; any change of these makes a new layout.
+        records: Place, shape and type of each tensor; any change of these makes a new layout.
         listing: The tensors as the ranks compare them.
         buckets: The plan.
         shared_memory: Positions of tensors whose memory overlaps another's.
     """
 
-    key: list[tuple[Any, ...]]
+    records: list[Record]
     listing: Listing
     buckets: tuple[Bucket, ...]
     shared_memory: frozenset[int]
@@ -118,20 +127,16 @@ class TorchReducer(Reducer):
         """Free the buffers kept between rounds."""
         self._buffers = _new_buffers()
 
-    def _selection(self, selected: list[tuple[str, Tensor]]) -> _TorchSelection:
-        key = [
-            (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            for name, tensor in selected
-        ]
-        tensors = [tensor for _, tensor in selected]
-        if key != self._layout.key:
+    def _selection(self, selected: list[tuple[Record, Tensor]]) -> _TorchSelection:
+        records = [record for record, _ in selected]
+        if records != self._layout.records:
             buckets = plan_buckets(
-                [tensor.numel() * (2 if tensor.is_complex() else 1) for tensor in tensors],
-                [_kind(tensor) for tensor in tensors],
+                [record.shape.numel() * (2 if record.dtype.is_complex else 1) for record in records],
+                [_kind(record.device, record.dtype) for record in records],
                 bucket_bytes=self.bucket_bytes,
             )
-            self._layout = _Layout(key, describe(selected), buckets, _overlapping(tensors))
-        return _TorchSelection(tensors, self._layout.listing, self._layout)
+            self._layout = _Layout(records, describe(records), buckets, overlapping(records))
+        return _TorchSelection([tensor for _, tensor in selected], self._layout.listing, self._layout)
 
     def _transfer(
         self,
@@ -223,9 +228,7 @@ def _advance_due(under_way: deque[_Run], tick: int) -> None:
             under_way.remove(run)
 
 
-def _load(
-    bucket: Bucket, tensors: Sequence[Tensor], shared_memory: frozenset[int], drift: DriftMeter | None
-) -> Load:
+def _load(bucket: Bucket, tensors: Sequence[Tensor], shared_memory: frozenset[int], drift: DriftMeter | None) -> Load:
     """Bind a bucket to the tensors as they are now."""
     blocks: list[Tensor] = []
     for slot in bucket.slots:
@@ -242,29 +245,8 @@ def _mean_of(dtype: torch.dtype) -> Transfer:
     return ExchangeMean() if dtype in _SIXTEEN_BIT else AllReduceMean()
 
 
-def _kind(tensor: Tensor) -> Kind:
-    """Return what the tensor's buckets hold: complex numbers travel as pairs of reals."""
-    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-    return Kind(tensor.device, dtype, dtype.itemsize)
-
-
-def _overlapping(tensors: Sequence[Tensor]) -> frozenset[int]:
-    """Return the positions of tensors whose span of memory overlaps another's."""
-    spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + _span_bytes(tensor), position)
-        for position, tensor in enumerate(tensors)
-        if tensor.numel()
-    )
-    overlapping: set[int] = set()
-    end, last = 0, -1
-    for start, stop, position in spans:
-        if start < end:
-            overlapping.update((position, last))
-        if stop > end:
-            end, last = stop, position
-    return frozenset(overlapping)
-
-
-def _span_bytes(tensor: Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
+@lru_cache(maxsize=256)
+def _kind(device: torch.device, dtype: torch.dtype) -> Kind:
+    """Return what a tensor's buckets hold: complex numbers travel as pairs of reals."""
+    real = dtype.to_real() if dtype.is_complex else dtype
+    return Kind(device, real, real.itemsize)

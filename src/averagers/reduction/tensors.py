@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import Parameter, UninitializedTensorMixin
+from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from averagers.errors import InvalidTypeError, UnsupportedTensorError
@@ -26,8 +27,30 @@ _SUPPORTED_DTYPES = frozenset(
 )
 
 
-def select_tensors(params: Iterable[Any], once_trainable: set[int]) -> list[tuple[str, Tensor]]:
-    """Read ``params`` once and return what is averaged, each tensor once, with a name to tell it by.
+class Record(NamedTuple):
+    """What there is to know of a tensor without reading it; equal records mean the same memory."""
+
+    name: str
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions from the largest stride to the smallest, without those of size 1."""
+        return _stride_order(self.shape, self.stride)
+
+    @property
+    def end(self) -> int:
+        """The address behind the last element."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return self.address + (last + 1) * self.dtype.itemsize
+
+
+def select_tensors(params: Iterable[Any], once_trainable: set[int]) -> list[tuple[Record, Tensor]]:
+    """Read ``params`` once and return what is averaged, each tensor once, with what tells it apart.
 
     Floating and complex tensors are averaged, except a `torch.nn.Parameter` that is not trainable and
     whose position is not in ``once_trainable``. Positions of trainable parameters are added there.
@@ -36,53 +59,65 @@ def select_tensors(params: Iterable[Any], once_trainable: set[int]) -> list[tupl
         InvalidTypeError: an item is not a tensor, a ``(name, tensor)`` pair or a parameter group.
         UnsupportedTensorError: a tensor cannot be averaged in place.
     """
-    selected: list[tuple[str, Tensor]] = []
-    seen: set[tuple[Any, ...]] = set()
+    selected: dict[tuple[Any, ...], tuple[Record, Tensor]] = {}
     for position, (name, tensor) in enumerate(_named_tensors(params)):
         if isinstance(tensor, Parameter):
             if tensor.requires_grad:
                 once_trainable.add(position)
             elif position not in once_trainable:
                 continue
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            continue
-        _check_supported(name, tensor)
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and place in seen:
-            continue
-        seen.add(place)
-        selected.append((name, tensor))
-    return selected
+        if tensor.is_floating_point() or tensor.is_complex():
+            record = _checked_record(name, tensor, _SUPPORTED_DTYPES)
+            place = record[1:] if record.address else (position,)
+            selected.setdefault(place, (record, tensor))
+    return list(selected.values())
 
 
-def select_every_tensor(tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
+def select_every_tensor(tensors: Iterable[tuple[str, Any]]) -> list[tuple[Record, Tensor]]:
     """Read named tensors of any dtype, to copy them from rank to rank.
 
     Raises:
         InvalidTypeError: an item is not a ``(name, tensor)`` pair.
         UnsupportedTensorError: a tensor cannot be written in place.
     """
-    selected = list(_named_tensors(tensors))
-    for name, tensor in selected:
-        _check_supported(name, tensor, any_dtype=True)
-    return selected
+    return [(_checked_record(name, tensor, {tensor.dtype}), tensor) for name, tensor in _named_tensors(tensors)]
 
 
-def describe(selected: list[tuple[str, Tensor]]) -> Listing:
+def describe(records: Sequence[Record]) -> Listing:
     """Describe the tensors as the ranks compare them."""
     devices: dict[torch.device, str] = {}
-    descriptions = []
-    for name, tensor in selected:
-        device = devices.setdefault(tensor.device, f"{tensor.device.type}:{len(devices)}")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        descriptions.append(TensorDescription(name, tuple(tensor.shape), dtype, stride_order(tensor), device))
-    return Listing(tuple(descriptions), sum(tensor.numel() for _, tensor in selected))
+    for record in records:
+        devices.setdefault(record.device, f"{record.device.type}:{len(devices)}")
+    descriptions = tuple(
+        TensorDescription(
+            record.name,
+            tuple(record.shape),
+            str(record.dtype).removeprefix("torch."),
+            record.order,
+            devices[record.device],
+        )
+        for record in records
+    )
+    return Listing(descriptions, sum(record.shape.numel() for record in records))
 
 
-def stride_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dimensions from the largest stride to the smallest, without those of size 1."""
-    dims = [dim for dim, size in enumerate(tensor.shape) if size != 1]
-    return tuple(sorted(dims, key=lambda dim: -tensor.stride(dim)))
+def overlapping(records: Sequence[Record]) -> frozenset[int]:
+    """Return the positions of tensors whose span of memory overlaps another's."""
+    spans = sorted((record.address, record.end, position) for position, record in enumerate(records) if record.address)
+    positions: set[int] = set()
+    end, last = 0, -1
+    for start, stop, position in spans:
+        if start < end:
+            positions.update((position, last))
+        if stop > end:
+            end, last = stop, position
+    return frozenset(positions)
+
+
+@lru_cache(maxsize=4096)
+def _stride_order(shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, ...]:
+    dims = [dim for dim, size in enumerate(shape) if size != 1]
+    return tuple(sorted(dims, key=lambda dim: -stride[dim]))
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -95,9 +130,10 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     if view.is_complex():
         # The mean of conjugates is the conjugate of the mean: average what lies in memory.
         view = torch.view_as_real(view.conj() if view.is_conj() else view)
-    order = stride_order(view)
+    if view.is_contiguous():
+        return view
     unit_dims = [dim for dim, size in enumerate(view.shape) if size == 1]
-    return view.permute((*unit_dims, *order))
+    return view.permute((*unit_dims, *_stride_order(view.shape, view.stride())))
 
 
 def elements(view: Tensor, start: int, stop: int) -> list[Tensor]:
@@ -156,41 +192,41 @@ def _is_pair(item: Any) -> bool:
 
 def _wrong_item(item: Any, where: str) -> InvalidTypeError:
     return InvalidTypeError(
-        f"{where} must be a tensor, a (name, tensor) pair or a parameter group with 'params', "
-        f"got {type(item).__name__}"
+        f"{where} must be a tensor, a (name, tensor) pair or a parameter group with 'params', got {type(item).__name__}"
     )
 
 
-def _check_supported(name: str, tensor: Tensor, *, any_dtype: bool = False) -> None:
-    """Raise if ``tensor`` cannot be averaged in place."""
-    reason = _unsupported(tensor, any_dtype=any_dtype)
+def _checked_record(name: str, tensor: Tensor, dtypes: Container[torch.dtype]) -> Record:
+    """Return the record of ``tensor``, or raise if it cannot be written in place."""
+    reason = _unsupported(tensor, dtypes)
     if reason:
-        raise UnsupportedTensorError(
-            f"tensor {name} of shape {_shape(tensor)} cannot be averaged: {reason}"
-        )
+        shape = "unknown" if is_lazy(tensor) else str(tuple(tensor.shape))
+        raise UnsupportedTensorError(f"tensor {name} of shape {shape} cannot be averaged: {reason}")
+    return Record(name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def _shape(tensor: Tensor) -> str:
-    return "unknown" if isinstance(tensor, UninitializedTensorMixin) else str(tuple(tensor.shape))
-
-
-def _unsupported(tensor: Tensor, *, any_dtype: bool) -> str | None:
-    """Return why ``tensor`` cannot be averaged in place, or None if it can."""
-    kind = type(tensor).__name__
-    if isinstance(tensor, UninitializedTensorMixin):
-        return "it is not initialized yet; run one forward pass of the lazy module first"
-    if kind == "DTensor" or is_traceable_wrapper_subclass(tensor):
-        return f"it is a {kind}; average the plain tensors it is made of"
+def _unsupported(tensor: Tensor, dtypes: Container[torch.dtype]) -> str | None:
+    """Return why ``tensor`` cannot be written in place, or None if it can."""
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter:
+        if is_lazy(tensor):
+            return "it is not initialized yet; run one forward pass of the lazy module first"
+        if is_traceable_wrapper_subclass(tensor):
+            return f"it is a {kind.__name__}; average the plain tensors it is made of"
     if tensor.layout is not torch.strided or tensor.is_nested:
         return f"its layout is {'nested' if tensor.is_nested else tensor.layout}; only dense tensors can be"
-    if tensor.dtype not in _SUPPORTED_DTYPES and not any_dtype:
+    if tensor.dtype not in dtypes:
         return f"its dtype is {tensor.dtype}; keep a copy in float32, bfloat16 or float16 and average that"
     if tensor.is_meta:
         return "it is on the meta device and has no values"
     if tensor.is_inference():
         return "it was made in torch.inference_mode(), and writing to it would break training after it"
-    if tensor.numel() and tensor.data_ptr() == 0:
+    if tensor.data_ptr() == 0 and tensor.numel():
         return "its memory is freed at the moment, as sharding does between steps"
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    if 0 in tensor.stride() and _shares_elements(tensor):
         return "several of its elements share memory, as expand() makes them; pass the tensor it came from"
     return None
+
+
+def _shares_elements(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -31,10 +31,10 @@ def explain_failure(
             "(mostly on rank 0) does not answer either: look at the log of rank 0 first"
         )
     else:
-        reason = "every rank came, and the communication broke off: look at the log of each for the first error"
-    first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = f"every rank came, and then one of them failed: look at the log of each; here it was: {first_line}"
     return RoundFailedError(
-        f"{what} among {format_ranks(group.ranks)} failed: {reason} ({first_line})",
+        f"{what} among {format_ranks(group.ranks)} failed: {reason}",
         step=step,
         level=level,
         missing_ranks=missing or (),

@@ -18,9 +18,7 @@ from averagers.training.module_state import ModuleContent, named_state
 _optimizer_of: weakref.WeakKeyDictionary[Any, weakref.ref[torch.optim.Optimizer]] = weakref.WeakKeyDictionary()
 
 
-def attach(
-    optimizer: torch.optim.Optimizer, averager: Any, *, module: nn.Module | None = None
-) -> Attachment:
+def attach(optimizer: torch.optim.Optimizer, averager: Any, *, module: nn.Module | None = None) -> Attachment:
     """Average the optimizer's parameters after each of its steps, as ``averager`` decides.
 
     Args:

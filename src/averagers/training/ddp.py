@@ -1,12 +1,13 @@
 """Gradients for post-local SGD: DDP over all ranks during the warm-up, within a subgroup afterwards."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP compares the annotations of a hook with the types themselves.
 
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 
 from averagers.errors import InvalidTypeError, InvalidValueError
 from averagers.reduction.groups import node_of_each_rank
@@ -58,16 +59,14 @@ class PostLocalSGDState:
     def group(self) -> dist.ProcessGroup:
         """The process group that averages gradients at the averager's step."""
         averager = self.averager
-        group: dist.ProcessGroup = (
-            averager.process_group if averager.step < averager.warmup_steps else self.subgroup
-        )
+        group: dist.ProcessGroup = averager.process_group if averager.step < averager.warmup_steps else self.subgroup
         return group
 
     def __repr__(self) -> str:
         return f"PostLocalSGDState({self.averager!r}, subgroup of {self.subgroup.size()})"
 
 
-def post_local_sgd_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients among all ranks during the averager's warm-up, then in the subgroup.
 
     For ``DistributedDataParallel.register_comm_hook``, beside an averager that runs after each
@@ -91,12 +90,13 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: dist.GradBucket) -> to
         return done
     gradients.div_(group.size())
     work = dist.all_reduce(gradients, group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return averaged
 
 
 def _node_group(process_group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Return a group of the ranks that run on this rank's node."""
-    nodes = node_of_each_rank(PYTORCH.groups.borrow(process_group))
+    nodes = node_of_each_rank(PYTORCH.groups.borrow(process_group, timeout_s=None))
     own = nodes[ranks.index(dist.get_rank())]
     members = tuple(rank for rank, node in zip(ranks, nodes, strict=True) if node == own)
     group: dist.ProcessGroup = PYTORCH.groups.handle(PYTORCH.groups.open(process_group, members, timeout_s=None))

@@ -52,7 +52,7 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
         self._attachment = Attachment(self, averager, None)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's parameter groups."""
         return [] if self._inner is None else self._inner.param_groups
 
@@ -62,7 +62,7 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
             self._inner.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The inner optimizer's state."""
         return {} if self._inner is None else self._inner.state
 
@@ -71,7 +71,7 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
         if self._inner is not None:
             self._inner.state = state
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the inner optimizer, average if a round is due, and return the closure's loss."""
         return self.optim.step() if closure is None else self.optim.step(closure)
 
