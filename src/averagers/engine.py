@@ -152,6 +152,7 @@ class ScheduledAverager(ModelAverager):
         self._checked_params = False
         self._once_trainable: set[int] = set()
         self._refusal: str | None = None
+        self._is_closed = False
         self._level_groups: list[Group] = []
         self._open_groups()
 
@@ -252,6 +253,7 @@ class ScheduledAverager(ModelAverager):
         """Release the process groups and buffers; the averager cannot be used any more."""
         self._release_groups()
         self._reducer.close()
+        self._is_closed = True
         self._refusal = f"this {type(self).__name__} was closed: build a new one"
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,13 +273,13 @@ class ScheduledAverager(ModelAverager):
             StateDictError: an entry is missing or wrong, or the configuration is another one.
             ClosedError: the averager was closed.
         """
-        if not self._level_groups and self._ranks is not None:
-            raise ClosedError(str(self._refusal))
+        if self._is_closed:
+            self._refuse_if_unusable()
         step, once_trainable = _checked_state(state_dict, self._configuration)
         if self._refusal is not None:
             self._release_groups()
-            self._refusal = None
             self._open_groups()
+            self._refusal = None
         self._step = step
         self._once_trainable = once_trainable
 
@@ -380,21 +382,21 @@ class ScheduledAverager(ModelAverager):
         if self._ranks is None:
             return
         caller_group = groups.borrow(self.process_group, timeout_s=self._timeout_s)
-        if caller_group.size > 1:
-            options = {"bucket_bytes": self._bucket_bytes, "timeout_s": self._timeout_s}
-            facts = {**self._configuration, **options, "measure_drift": self._measure_drift}
-            try:
+        try:
+            if caller_group.size > 1:
+                options = {"bucket_bytes": self._bucket_bytes, "timeout_s": self._timeout_s}
+                facts = {**self._configuration, **options, "measure_drift": self._measure_drift}
                 agree(caller_group, Statement(facts))
-            except DisagreementError:
-                raise
-            except RuntimeError as error:
-                raise explain_failure(caller_group, error) from error
-        num_levels = len(self._hierarchy.levels) if self._hierarchy else 1
-        for level in range(num_levels):
-            members = self._ranks
-            if self._hierarchy:
-                members = self._hierarchy.members(level, self._ranks, caller_group.rank)
-            self._level_groups.append(groups.open(self.process_group, members, timeout_s=self._timeout_s))
+            for level in range(len(self._hierarchy.levels) if self._hierarchy else 1):
+                members = self._ranks
+                if self._hierarchy:
+                    members = self._hierarchy.members(level, self._ranks, caller_group.rank)
+                self._level_groups.append(groups.open(self.process_group, members, timeout_s=self._timeout_s))
+        except DisagreementError:
+            raise
+        except RuntimeError as error:
+            self._release_groups()
+            raise explain_failure(caller_group, error) from error
 
     def _release_groups(self) -> None:
         for group in self._level_groups:

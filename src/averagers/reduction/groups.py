@@ -24,14 +24,12 @@ from torch.distributed import distributed_c10d as c10d
 from averagers.errors import InvalidTypeError, InvalidValueError, NotInitializedError
 from averagers.reduction.interface import Group, Groups
 
-# gloo runs about two operations of a group at a time, so a group of ours on it is several alike:
-# buckets take them in turn. Other backends put a group's operations on one stream anyway.
 _GLOO_LANES = 4
 
 # A rank that waits longer than this for the others leaves a mark in the store, so that after a
 # failure the ranks that came can be told from those that did not.
 _MARK_AFTER_S = 0.5
-_MARK_GRACE_S = 1.5
+_MARK_GRACE_S = 3.0
 
 
 @final
@@ -39,7 +37,7 @@ class TorchGroup(Group):
     """A group of ranks on `torch.distributed`.
 
     Attributes:
-        lanes: Process groups of the same ranks; a bucket uses one of them.
+        lanes: Process groups of the same ranks, see ``lane``.
         device: Where small messages must lie for the backend.
         device_types: The types of device that the backend serves.
     """
@@ -49,11 +47,21 @@ class TorchGroup(Group):
         self.ranks = ranks
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
-        self.device_types = frozenset(device.type for device in self.lanes[0]._device_types)
+        self._backends = _backend_of_each_device(dist.get_backend_config(self.lanes[0]))
+        self.device_types = frozenset(self._backends)
         self.device = _message_device(self.device_types)
         self._store = c10d.PrefixStore("averagers", _default_store())
         self._name = name
         self._openings = 0
+
+    def lane(self, index: int, device_type: str) -> dist.ProcessGroup:
+        """Return the process group for the bucket of this index.
+
+        gloo runs about two operations of a process group at a time: there buckets take the lanes in
+        turn. Other backends run a group's operations one after the other on a stream of its own, and
+        would only gain communicators.
+        """
+        return self.lanes[index % len(self.lanes) if self._backends[device_type] == "gloo" else 0]
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the largest of each value over the ranks; the message that opens a round."""
@@ -100,24 +108,14 @@ class TorchGroup(Group):
         return missing
 
     def _wait_for_peers(self, work: dist.Work) -> None:
-        """Wait for ``work``, and after a while leave a mark that this rank came."""
+        """Wait for ``work``; after a while leave a mark that this rank came, at the timeout give up."""
         patience = min(_MARK_AFTER_S, self.timeout_s)
-        if not self._ends_within(work, patience):
-            self._mark_arrival()
-            # Not left to the backend: its timeout may be longer, or end the process.
-            if not self._ends_within(work, self.timeout_s - patience):
-                raise RuntimeError(f"the other ranks did not answer within {self.timeout_s:g} s")
-
-    def _ends_within(self, work: dist.Work, seconds: float) -> bool:
-        if self.device.type == "cpu":
-            return _ends_within_on_cpu(work, seconds)
-        # NCCL's wait takes a timeout as a reason to abort the communicator: ask instead.
-        deadline = time.monotonic() + seconds  # pragma: only cuda
-        while not work.is_completed():  # pragma: only cuda
-            if time.monotonic() > deadline:  # pragma: only cuda
-                return False  # pragma: only cuda
-            time.sleep(2e-5)  # pragma: only cuda
-        return work.wait()  # pragma: only cuda
+        if _ends_within(work, patience, self.device.type):
+            return
+        self._mark_arrival()
+        # Not left to the backend: its timeout may be longer, or end the process.
+        if not _ends_within(work, self.timeout_s - patience, self.device.type):
+            raise RuntimeError(f"the other ranks did not answer within {self.timeout_s:g} s")
 
     def _mark(self, rank: int) -> str:
         return f"{self._name}/{self._openings}/{rank}"
@@ -204,8 +202,9 @@ class TorchGroups(Groups):
             name = f"{blake2b(repr(ranks).encode(), digest_size=12).hexdigest()}/{self._made[ranks]}"
             self._made[ranks] += 1
             num_lanes = _GLOO_LANES if "gloo" in backend and len(ranks) > 1 else 1
-            lanes = [_new_group(ranks, backend, timeout_s, f"averagers/{name}/{lane}") for lane in range(num_lanes)]
-            self._by_key[key] = TorchGroup(lanes, ranks, timeout_s, name)
+            self._by_key[key] = TorchGroup(
+                _new_lanes(num_lanes, ranks, backend, timeout_s, name), ranks, timeout_s, name
+            )
         group = self._by_key[key]
         self._users[group] = self._users.get(group, 0) + 1
         return group
@@ -258,6 +257,20 @@ def node_of_each_rank(group: Group) -> list[str]:
     return [name.decode() for name in group.gather(socket.gethostname().encode())]
 
 
+def _new_lanes(
+    num_lanes: int, ranks: tuple[int, ...], backend: str, timeout_s: float, name: str
+) -> list[dist.ProcessGroup]:
+    lanes: list[dist.ProcessGroup] = []
+    try:
+        for lane in range(num_lanes):
+            lanes.append(_new_group(ranks, backend, timeout_s, f"averagers/{name}/{lane}"))
+    except RuntimeError:  # a member died in the meantime
+        for made in lanes:
+            dist.destroy_process_group(made)
+        raise
+    return lanes
+
+
 def _new_group(ranks: tuple[int, ...], backend: str, timeout_s: float, name: str) -> dist.ProcessGroup:
     """Make a process group of ``ranks``, called by them alone."""
     world = dist.group.WORLD
@@ -288,13 +301,35 @@ def _default_store() -> c10d.Store:
     return store
 
 
-def _ends_within_on_cpu(work: dist.Work, seconds: float) -> bool:
-    try:
-        return work.wait(timedelta(seconds=max(seconds, 1e-3)))
-    except RuntimeError:
-        if work.is_completed():  # it failed; else this wait only timed out
-            raise
-        return False
+def wait(work: dist.Work, device_type: str) -> None:
+    """Wait for a collective: on the CPU until it has ended, on CUDA only the current stream does."""
+    if device_type == "cpu":
+        _ends_within(work, float("inf"), device_type)
+    else:
+        work.wait()  # pragma: only cuda
+
+
+def _ends_within(work: dist.Work, seconds: float, device_type: str) -> bool:
+    """Wait for ``work`` and tell whether it ended in time; in slices, so that Ctrl-C is heard."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if device_type != "cpu":  # pragma: only cuda
+            # NCCL's wait takes a timeout as a reason to abort the communicator: ask instead.
+            if work.is_completed():  # pragma: only cuda
+                return bool(work.wait())  # pragma: only cuda
+            time.sleep(2e-5)  # pragma: only cuda
+            continue  # pragma: only cuda
+        try:
+            return bool(work.wait(timedelta(seconds=min(left, 0.5))))
+        except RuntimeError:
+            if work.is_completed():  # it failed; else this slice is over
+                raise
+    return False
+
+
+def _backend_of_each_device(backend_config: str) -> dict[str, str]:
+    """Return the backend's name for each type of device, from ``"cpu:gloo,cuda:nccl"``."""
+    return dict(pair.split(":") for pair in backend_config.split(","))
 
 
 def _timeout_s(process_group: dist.ProcessGroup) -> float:

@@ -6,16 +6,17 @@ in memory, so that every rank starts the same collectives with the same sizes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Kind:
     """What the tensors of one bucket share: a device and a dtype, and so the bytes of an element."""
 
-    device: Hashable
-    dtype: Hashable
+    device: Any
+    dtype: Any
     itemsize: int
 
 

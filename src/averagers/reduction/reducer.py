@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from averagers.errors import InvalidValueError
-from averagers.reduction.groups import TorchGroup
+from averagers.reduction.groups import TorchGroup, wait
 from averagers.reduction.interface import Group, Listing, Reduced, Reducer, Selection
 from averagers.reduction.layout import Bucket, Kind, plan_buckets
 from averagers.reduction.tensors import (
@@ -158,9 +158,10 @@ class TorchReducer(Reducer):
                 load = _load(bucket, selection.tensors, layout.shared_memory, drift)
                 chosen = transfer or _mean_of(load.blocks[0].dtype)
                 wire_bytes += chosen.wire_bytes(load, group.size)
-                lane = group.lanes[index % len(group.lanes)]
+                lane = group.lane(index, bucket.kind.device.type)
                 buffers = self._buffers[index % _BUCKETS_IN_FLIGHT]
-                yield _Run(chosen.run(load, lane, buffers), _BUCKETS_IN_FLIGHT // chosen.num_collectives)
+                lag = _BUCKETS_IN_FLIGHT // chosen.num_collectives
+                yield _Run(chosen.run(load, lane, buffers), lag, bucket.kind.device.type)
 
         with _plain_memory():
             try:
@@ -186,19 +187,21 @@ class _Run:
     Attributes:
         steps: Yields each collective that it has started.
         lag: How many buckets are started between two steps of this one.
+        device_type: Where the bucket lies.
         due: The tick of the next step.
         work: The collective to wait for then.
     """
 
     steps: Generator[dist.Work, None, None]
     lag: int
+    device_type: str
     due: int = 0
     work: dist.Work | None = None
 
     def advance(self, tick: int) -> bool:
         """Wait for the collective under way and go on; False at the end."""
         if self.work is not None:
-            self.work.wait()
+            wait(self.work, self.device_type)
         self.work = next(self.steps, None)
         self.due = tick + self.lag
         return self.work is not None

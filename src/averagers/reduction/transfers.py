@@ -23,14 +23,19 @@ from torch import Tensor
 class DriftMeter:
     """Sums the squared distance of this rank's tensors from the mean."""
 
-    total: float = 0.0
+    _squares: list[Tensor] = field(default_factory=list)
 
     def add(self, values: Sequence[Tensor], means: Sequence[Tensor]) -> None:
         """Add the distance between tensors and their means."""
         for value, mean in zip(values, means, strict=True):
             wide = torch.promote_types(value.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(value.to(wide) - mean, dtype=torch.float64)
-            self.total += float(norm) ** 2
+            distance = torch.linalg.vector_norm(value.to(wide) - mean, dtype=torch.float64)
+            self._squares.append(distance.square())
+
+    @property
+    def total(self) -> float:
+        """The sum so far; waits for the device."""
+        return sum(square.item() for square in self._squares)
 
 
 @final

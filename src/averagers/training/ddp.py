@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from averagers.errors import InvalidTypeError, InvalidValueError
 from averagers.reduction.groups import node_of_each_rank
+from averagers.reduction.interface import Group
 from averagers.reduction.pytorch import PYTORCH
 
 
@@ -48,8 +49,10 @@ class PostLocalSGDState:
         if ranks is None:
             raise InvalidValueError("this rank is not in the averager's process group, and cannot share its gradients")
         self.averager = averager
+        self._node: Group | None = None
         if subgroup is None:
-            self.subgroup = _node_group(averager.process_group, ranks)
+            self._node = _open_node_group(averager.process_group, ranks)
+            self.subgroup: dist.ProcessGroup = PYTORCH.groups.handle(self._node)
         elif PYTORCH.groups.members(PYTORCH.groups.resolve(subgroup)) is None:
             raise InvalidValueError("this rank is not in subgroup: give each rank the subgroup that it belongs to")
         else:
@@ -61,6 +64,12 @@ class PostLocalSGDState:
         averager = self.averager
         group: dist.ProcessGroup = averager.process_group if averager.step < averager.warmup_steps else self.subgroup
         return group
+
+    def close(self) -> None:
+        """Release the group of this node's ranks, if it was made here; the hook cannot be used any more."""
+        if self._node is not None:
+            PYTORCH.groups.release(self._node)
+            self._node = None
 
     def __repr__(self) -> str:
         return f"PostLocalSGDState({self.averager!r}, subgroup of {self.subgroup.size()})"
@@ -94,10 +103,9 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.f
     return averaged
 
 
-def _node_group(process_group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _open_node_group(process_group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Group:
     """Return a group of the ranks that run on this rank's node."""
     nodes = node_of_each_rank(PYTORCH.groups.borrow(process_group, timeout_s=None))
     own = nodes[ranks.index(dist.get_rank())]
     members = tuple(rank for rank, node in zip(ranks, nodes, strict=True) if node == own)
-    group: dist.ProcessGroup = PYTORCH.groups.handle(PYTORCH.groups.open(process_group, members, timeout_s=None))
-    return group
+    return PYTORCH.groups.open(process_group, members, timeout_s=None)

@@ -89,7 +89,7 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
             self._inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, the averager's under ``"averager"``, and ``"step"`` as torch's wrapper."""
+        """Return the inner optimizer's state dict, with ``"averager"`` and, as in torch's wrapper, ``"step"``."""
         state_dict = self.optim.state_dict()
         state_dict["step"] = self.averager.step
         if hasattr(self.averager, "state_dict"):

@@ -1,0 +1,64 @@
+"""The public names: which there are, that each loads, and that importing them is light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import averagers
+
+PUBLIC = {
+    "Attachment",
+    "AveragersError",
+    "ClosedError",
+    "Console",
+    "DisagreementError",
+    "Event",
+    "HierarchicalModelAverager",
+    "InvalidTypeError",
+    "InvalidValueError",
+    "JsonLines",
+    "MissingDependencyError",
+    "ModelAverager",
+    "ModelAveragingOptimizer",
+    "NotInitializedError",
+    "Observer",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
+    "RoundFailed",
+    "RoundFailedError",
+    "RoundFinished",
+    "RoundStarted",
+    "StateDictError",
+    "UnsupportedTensorError",
+    "__version__",
+    "attach",
+    "average_parameters",
+    "post_local_sgd_hook",
+}
+
+
+def test_the_public_names_are_these_and_each_loads() -> None:
+    assert set(averagers.__all__) == PUBLIC
+    assert all(getattr(averagers, name) is not None for name in averagers.__all__)
+    assert set(averagers.__all__) <= set(dir(averagers))
+
+
+def test_another_name_is_an_attribute_error() -> None:
+    try:
+        averagers.Averager  # noqa: B018
+    except AttributeError as error:
+        assert str(error) == "module 'averagers' has no attribute 'Averager'"
+    else:
+        raise AssertionError("no error")
+
+
+def test_importing_averagers_and_its_pure_parts_imports_no_framework() -> None:
+    code = (
+        "import sys, averagers, averagers.averager, averagers.engine, averagers.safety.failure\n"
+        "averagers.PeriodicModelAverager, averagers.RoundFinished, averagers.AveragersError\n"
+        "print({'torch', 'numpy', 'rich', 'typer', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
