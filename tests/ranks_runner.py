@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = ["torch", "torch.distributed", "averagers.averager", "averagers.training.optimizer"]
+_PRELOADED = ["torch", "torch.distributed", "averagers.reduction.pytorch", "averagers.averager", "averagers.training.ddp"]
 
 
 def run_ranks(
@@ -41,7 +44,7 @@ def run_ranks(
         AssertionError: a rank raised, died or did not end in time; with every rank's traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    _start_forkserver()
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = str(Path(folder) / "rendezvous")
         pipes, processes = [], []
@@ -69,6 +72,21 @@ def run_ranks(
     return [outcomes[rank][1] if outcomes.get(rank, ("late",))[0] == "returned" else None for rank in range(world_size)]
 
 
+def _start_forkserver() -> None:
+    """Start the process that ranks are forked from, if it does not run yet.
+
+    It must not measure coverage itself: a rank would do it twice, and end with a traceback on a signal.
+    """
+    coverage = ["coverage"] if "coverage" in sys.modules else []
+    forkserver.set_forkserver_preload([*_PRELOADED, *coverage])
+    measured = os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if measured is not None:
+            os.environ["COVERAGE_PROCESS_CONFIG"] = measured
+
+
 def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[str, Any]]:
     """Receive one outcome a rank, until all have one or the deadline is over."""
     outcomes: dict[int, tuple[str, Any]] = {}
@@ -86,6 +104,7 @@ def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[str, Any]]:
 
 
 def _rank_main(function: Callable[..., Any], args: Any, setting: Any, sender: Any) -> None:
+    gc.freeze()  # what was preloaded need not be searched for garbage, which takes 0.1 s at the end
     import torch
     import torch.distributed as dist
 

@@ -346,6 +346,10 @@ class ScheduledAverager(ModelAverager):
     @contextmanager
     def _together(self, group: Group, level: int, call: str, selection: Selection) -> Iterator[RoundReport]:
         """Agree with ``group``, then communicate; the one way to the wire, and out of a failure."""
+        if not self._framework().groups.is_alive(group):
+            raise ClosedError(
+                f"the process group of this {type(self).__name__} was destroyed: initialize it again and build a new one"
+            )
         self._reducer.check(selection, group)
         report = self._announcer.report(call, self._step, level, group.size, group.rank)
         try:

@@ -264,6 +264,9 @@ def _new_lanes(
     try:
         for lane in range(num_lanes):
             lanes.append(_new_group(ranks, backend, timeout_s, f"averagers/{name}/{lane}"))
+        if num_lanes > 1:
+            # A rank may have its connections before the others have theirs, and must not close them yet.
+            dist.all_reduce(torch.zeros(1), group=lanes[-1])
     except RuntimeError:  # a member died in the meantime
         for made in lanes:
             dist.destroy_process_group(made)

@@ -34,7 +34,7 @@ class PostLocalSGDState:
         InvalidValueError: this rank is not in the averager's process group, or not in ``subgroup``.
 
     Example:
-        >>> ddp_model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        >>> ddp_model = torch.nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False)
         >>> state = averagers.PostLocalSGDState(averager)
         >>> ddp_model.register_comm_hook(state, averagers.post_local_sgd_hook)
     """
@@ -82,7 +82,7 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.f
     ``optimizer.step()``. With gradient accumulation every backward reads the same step, so that the
     warm-up ends for hook and averager at once. Two things of DDP still wait for all ranks at every
     step, whatever the hook does: buffers are broadcast at each forward unless DDP is built with
-    ``broadcast_buffers=False``, and ``find_unused_parameters=True`` compares the parameters used.
+    ``forward_sync_buffers=False``, and ``find_unused_parameters=True`` compares the parameters used.
 
     Args:
         state: What decides among whom.
