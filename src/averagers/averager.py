@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
-from averagers.engine import ModelAverager, RoundContent, ScheduledAverager
+from averagers.engine import ModelAverager, ScheduledAverager
 from averagers.events import Observer
 from averagers.hierarchy import Hierarchy
 from averagers.schedule import Hierarchical, Periodic
@@ -16,7 +16,6 @@ __all__ = [
     "HierarchicalModelAverager",
     "ModelAverager",
     "PeriodicModelAverager",
-    "RoundContent",
     "average_parameters",
 ]
 

@@ -6,9 +6,10 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn
 
 from averagers.arguments import check_seconds, check_whole_number
+from averagers.content import RoundContent, as_content
 from averagers.errors import ClosedError, DisagreementError, InvalidTypeError, StateDictError
 from averagers.events import Announcer, Observer, RoundReport
 from averagers.hierarchy import Hierarchy
@@ -79,35 +80,6 @@ class ModelAverager(ABC):
             f"a {type(self).__name__} cannot be pickled, because its process groups belong to this process: "
             "save its state_dict() and load that into a new one"
         )
-
-
-class RoundContent(ABC):
-    """What a round carries, where that is more than a list of tensors.
-
-    May be given in place of ``params``.
-    """
-
-    @abstractmethod
-    def tensors(self) -> Iterable[Any]:
-        """Return what ``params`` could be; called when a round begins, and to check it at the first call."""
-
-    @abstractmethod
-    def landed(self) -> None:
-        """Called when the tensors hold their mean."""
-
-
-@final
-class _Tensors(RoundContent):
-    """Just the caller's ``params``."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        self._params = params
-
-    def tensors(self) -> Iterable[Any]:
-        return self._params
-
-    def landed(self) -> None:
-        pass
 
 
 class ScheduledAverager(ModelAverager):
@@ -183,7 +155,7 @@ class ScheduledAverager(ModelAverager):
             raise ClosedError(self._refusal)
         round_ = self._schedule.due(self._step)
         if round_ is not None or not self._checked_params:
-            content = _content(params)
+            content = as_content(params)
             selection = None if self._checked_params else self._select(content)
             if round_ is not None:
                 self._run_round(content, selection, round_.level, "average_parameters")
@@ -200,7 +172,7 @@ class ScheduledAverager(ModelAverager):
         """
         self._refuse_if_unusable()
         last = self._schedule.due(self._step - 1) if self._step else None
-        content = _content(params)
+        content = as_content(params)
         selection = self._select(content)
         if self._is_alone:
             return
@@ -237,7 +209,7 @@ class ScheduledAverager(ModelAverager):
             ...     torch.save(model.state_dict(), path)
         """
         self._refuse_if_unusable()
-        content = _content(params)
+        content = as_content(params)
         selection = self._reducer.select(content.tensors(), set(self._once_trainable))
         if self._is_alone:
             yield
@@ -348,7 +320,7 @@ class ScheduledAverager(ModelAverager):
         """Agree with ``group``, then communicate; the one way to the wire, and out of a failure."""
         if not self._framework().groups.is_alive(group):
             raise ClosedError(
-                f"the process group of this {type(self).__name__} was destroyed: initialize it again and build a new one"
+                f"the process group of this {type(self).__name__} was destroyed: initialize again and build a new one"
             )
         self._reducer.check(selection, group)
         report = self._announcer.report(call, self._step, level, group.size, group.rank)
@@ -406,10 +378,6 @@ class ScheduledAverager(ModelAverager):
         for group in self._level_groups:
             self._framework().groups.release(group)
         self._level_groups = []
-
-
-def _content(params: Iterable[Any] | RoundContent) -> RoundContent:
-    return params if isinstance(params, RoundContent) else _Tensors(params)
 
 
 def _checked_state(state_dict: Any, configuration: Mapping[str, Any]) -> tuple[int, set[int]]:

@@ -201,7 +201,7 @@ class TorchGroups(Groups):
         if key not in self._by_key:
             name = f"{blake2b(repr(ranks).encode(), digest_size=12).hexdigest()}/{self._made[ranks]}"
             self._made[ranks] += 1
-            num_lanes = _GLOO_LANES if "gloo" in backend and len(ranks) > 1 else 1
+            num_lanes = _GLOO_LANES if "cpu:gloo" in backend and len(ranks) > 1 else 1
             self._by_key[key] = TorchGroup(
                 _new_lanes(num_lanes, ranks, backend, timeout_s, name), ranks, timeout_s, name
             )

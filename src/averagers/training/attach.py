@@ -9,7 +9,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from averagers.averager import RoundContent, average_parameters
+from averagers.averager import average_parameters
+from averagers.content import RoundContent
 from averagers.engine import ScheduledAverager
 from averagers.errors import InvalidTypeError, InvalidValueError
 from averagers.training.amp import ScaledStep, is_state_initialization

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from averagers.averager import RoundContent
+from averagers.content import RoundContent
 
 
 @final

@@ -1,0 +1,41 @@
+"""What a round carries: the caller's tensors, or more than that (pure)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, final
+
+
+class RoundContent(ABC):
+    """What a round carries, where that is more than a list of tensors.
+
+    May be given in place of ``params``.
+    """
+
+    @abstractmethod
+    def tensors(self) -> Iterable[Any]:
+        """Return what ``params`` could be; called when a round begins, and to check it at the first call."""
+
+    @abstractmethod
+    def landed(self) -> None:
+        """Called when the tensors hold their mean."""
+
+
+@final
+class _Tensors(RoundContent):
+    """Just the caller's ``params``."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        self._params = params
+
+    def tensors(self) -> Iterable[Any]:
+        return self._params
+
+    def landed(self) -> None:
+        pass
+
+
+def as_content(params: Iterable[Any] | RoundContent) -> RoundContent:
+    """Return ``params`` as what a round carries."""
+    return params if isinstance(params, RoundContent) else _Tensors(params)
