@@ -332,20 +332,22 @@ class ScheduledAverager(ModelAverager):
             report.failed(error)
             raise
         except RuntimeError as error:
-            self._refuse_until_loaded(group)
+            self._refuse_until_loaded()
             failure = explain_failure(group, error, step=self._step, level=level)
             report.failed(failure, failure.missing_ranks)
             raise failure from error
         except BaseException:
-            self._refuse_until_loaded(group)
+            self._refuse_until_loaded()
             raise
 
     def _refuse_if_unusable(self) -> None:
         if self._refusal is not None:
             raise ClosedError(self._refusal)
 
-    def _refuse_until_loaded(self, group: Group) -> None:
-        self._framework().groups.abandon(group)
+    def _refuse_until_loaded(self) -> None:
+        # The groups of all levels: the others may have failed at another one, and all must make the same anew.
+        for group in self._level_groups:
+            self._framework().groups.abandon(group)
         self._refusal = (
             f"a round of this {type(self).__name__} failed at step {self._step}, and the weights may be half "
             "averaged: load a checkpoint on every rank, this averager's load_state_dict included"

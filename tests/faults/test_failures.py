@@ -148,7 +148,7 @@ def recover(rank: int) -> Any:
         failure = seen_failure(lambda: averager.average_parameters(mine))[0]
         told = [type(event).__name__ for event in seen], seen[-1].missing_ranks
     else:
-        time.sleep(3)
+        time.sleep(TIMEOUT_S + 2.5)
         failure, told = "", None
         with pytest.raises(averagers.RoundFailedError):
             averager.average_parameters(mine)

@@ -9,6 +9,7 @@ file keeps to itself.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import Counter
@@ -29,7 +30,7 @@ _GLOO_LANES = 4
 # A rank that waits longer than this for the others leaves a mark in the store, so that after a
 # failure the ranks that came can be told from those that did not.
 _MARK_AFTER_S = 0.5
-_MARK_GRACE_S = 3.0
+_MARK_GRACE_S = 2.0
 
 
 @final
@@ -323,7 +324,8 @@ def _ends_within(work: dist.Work, seconds: float, device_type: str) -> bool:
             time.sleep(2e-5)  # pragma: only cuda
             continue  # pragma: only cuda
         try:
-            return bool(work.wait(timedelta(seconds=min(left, 0.5))))
+            # In whole milliseconds, of which 0 would mean for ever.
+            return bool(work.wait(timedelta(milliseconds=math.ceil(1e3 * min(left, 0.5)))))
         except RuntimeError:
             if work.is_completed():  # it failed; else this slice is over
                 raise

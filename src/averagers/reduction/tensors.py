@@ -48,6 +48,16 @@ class Record(NamedTuple):
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return self.address + (last + 1) * self.dtype.itemsize
 
+    @property
+    def may_overlap_itself(self) -> bool:
+        """Whether two elements may lie at one address, as in a sliding window."""
+        reach = 0
+        for dim in reversed(self.order):
+            if self.stride[dim] <= reach:
+                return True
+            reach += (self.shape[dim] - 1) * self.stride[dim]
+        return False
+
 
 def select_tensors(params: Iterable[Any], once_trainable: set[int]) -> list[tuple[Record, Tensor]]:
     """Read ``params`` once and return what is averaged, each tensor once, with what tells it apart.
@@ -102,9 +112,9 @@ def describe(records: Sequence[Record]) -> Listing:
 
 
 def overlapping(records: Sequence[Record]) -> frozenset[int]:
-    """Return the positions of tensors whose span of memory overlaps another's."""
+    """Return the positions of tensors whose span of memory overlaps another's, or that may overlap themselves."""
     spans = sorted((record.address, record.end, position) for position, record in enumerate(records) if record.address)
-    positions: set[int] = set()
+    positions = {position for position, record in enumerate(records) if record.may_overlap_itself}
     end, last = 0, -1
     for start, stop, position in spans:
         if start < end:
@@ -127,9 +137,11 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     between forward and backward.
     """
     view = tensor.detach()
+    # The mean of conjugates is the conjugate of the mean, and so for negatives: average what lies in memory.
     if view.is_complex():
-        # The mean of conjugates is the conjugate of the mean: average what lies in memory.
         view = torch.view_as_real(view.conj() if view.is_conj() else view)
+    if view.is_neg():
+        view = torch._neg_view(view)
     if view.is_contiguous():
         return view
     unit_dims = [dim for dim, size in enumerate(view.shape) if size == 1]
@@ -200,7 +212,7 @@ def _checked_record(name: str, tensor: Tensor, dtypes: Container[torch.dtype]) -
     """Return the record of ``tensor``, or raise if it cannot be written in place."""
     reason = _unsupported(tensor, dtypes)
     if reason:
-        shape = "unknown" if is_lazy(tensor) else str(tuple(tensor.shape))
+        shape = "unknown" if is_lazy(tensor) or tensor.is_nested else str(tuple(tensor.shape))
         raise UnsupportedTensorError(f"tensor {name} of shape {shape} cannot be averaged: {reason}")
     return Record(name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
@@ -229,4 +241,5 @@ def _unsupported(tensor: Tensor, dtypes: Container[torch.dtype]) -> str | None:
 
 
 def _shares_elements(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    repeats = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return repeats and tensor.numel() > 0

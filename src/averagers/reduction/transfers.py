@@ -163,11 +163,13 @@ class ExchangeMean(Transfer):
             values[load.num_elements :].zero_()
         received = buffers.take("received", part * size, values)
         yield dist.all_to_all_single(received, values, group=lane, async_op=True)
+        # A power of two keeps the bits and the sum of bfloat16's largest numbers finite.
+        scale = 2.0 ** -(size - 1).bit_length()
         total = buffers.take("total", part, values, torch.float32)
-        total.copy_(received[:part])
+        total.copy_(received[:part]).mul_(scale)
         for start in range(part, part * size, part):
-            total.add_(received[start : start + part])
-        total.div_(size)
+            total.add_(received[start : start + part], alpha=scale)
+        total.div_(size * scale)
         mean = received[:part].copy_(total)
         yield dist.all_gather_single(values, mean, group=lane, async_op=True)
         if in_place:

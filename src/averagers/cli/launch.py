@@ -1,0 +1,182 @@
+"""Starts ranks on this machine through torch's own launcher, and hears what they tell."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from averagers.cli.demo_task import Failure
+from averagers.errors import AveragersError
+
+RankFunction = Callable[[Any, Callable[[Any], None]], None]
+
+
+class RanksFailedError(AveragersError, RuntimeError):
+    """A rank ended early; the message says which one and why.
+
+    Attributes:
+        details: The rank's traceback, or None where the message says enough.
+    """
+
+    def __init__(self, message: str, details: str | None) -> None:
+        super().__init__(message)
+        self.details = details
+
+
+def start_preloading() -> None:
+    """Begin to load torch in the process that ranks are forked from, while this one goes on."""
+    from multiprocessing import forkserver
+
+    forkserver.set_forkserver_preload(["averagers.cli.demo_training"])
+    # Inherited: Ctrl-C reaches the whole foreground group, and that process must leave it to this one.
+    with _handlers({signal.SIGINT: signal.SIG_IGN}):
+        forkserver.ensure_running()
+
+
+def launch(function: RankFunction, task: Any, num_ranks: int, hear: Callable[[Any], None]) -> None:
+    """Call ``function(task, tell)`` on each of ``num_ranks`` processes with a gloo process group.
+
+    Args:
+        function: A function of a module.
+        task: Passed on; both are pickled.
+        num_ranks: How many processes.
+        hear: Called in a thread of this process with whatever a rank gives to ``tell``.
+
+    Raises:
+        RanksFailedError: a rank raised, or died.
+        KeyboardInterrupt: on Ctrl-C, after all ranks were ended.
+    """
+    import multiprocessing
+
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    # A pipe a rank, not a queue: a rank that is killed cannot leave a lock behind.
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(num_ranks)]
+    senders = [sender for _, sender in pipes]
+    with (
+        tempfile.TemporaryDirectory(prefix="averagers-") as log_folder,
+        _handlers({}),
+        _listening([receiver for receiver, _ in pipes], hear) as failures,
+    ):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=log_folder),
+            shutdown_timeout=5,
+        )
+        try:
+            elastic_launch(config, _run_rank)(function, task, senders)
+        except SignalException as ended:
+            if ended.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + ended.sigval) from None
+        except ChildFailedError as error:
+            death = error
+        else:
+            return
+    raise _explained(failures, death)
+
+
+@contextmanager
+def _listening(receivers: list[Connection], hear: Callable[[Any], None]) -> Iterator[list[Failure]]:
+    """Hear the ranks in a thread during the block, and what was sent in it to the end; yields the failures."""
+    failures: list[Failure] = []
+    is_over = threading.Event()
+
+    def listen() -> None:
+        while (ready := [receiver for receiver in receivers if receiver.poll()]) or not is_over.wait(0.05):
+            for receiver in ready:
+                report = receiver.recv()
+                if isinstance(report, Failure):
+                    failures.append(report)
+                else:
+                    hear(report)
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield failures
+    finally:
+        is_over.set()
+        # Not for ever: a rank that is killed may leave half a report.
+        thread.join(5)
+
+
+def _explained(failures: list[Failure], error: Any) -> RanksFailedError:
+    """Return an error that tells what the first rank to fail said."""
+    if failures:
+        first = failures[0]
+        return RanksFailedError(first.message, first.details)
+    rank, failure = error.get_first_failure()
+    how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    return RanksFailedError(f"rank {rank} died ({how})", None)
+
+
+def _run_rank(function: RankFunction, task: Any, senders: list[Connection]) -> None:
+    """Set up this process as a rank, run ``function``, and tell of its failure."""
+    # The launcher ends ranks by signals: die at once and without a traceback, also within a collective.
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, signal.SIG_DFL)
+    _use_loopback()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    tell = senders[rank].send
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+        function(task, tell)
+        dist.destroy_process_group()
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        tell(Failure(rank, f"{where}{error.strerror or error}", None))
+        sys.exit(1)
+    except Exception as error:
+        details = None if isinstance(error, AveragersError) else traceback.format_exc()
+        tell(Failure(rank, f"rank {rank}: {' '.join(str(error).split()) or type(error).__name__}", details))
+        sys.exit(1)
+
+
+def _use_loopback() -> None:
+    """Let gloo's ranks meet on this machine's loopback, whatever the machine is called."""
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("TP_SOCKET_IFNAME", name)
+
+
+@contextmanager
+def _handlers(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
+    """Set handlers of signals for a block, and put back those of before, also where others changed them."""
+    touched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in touched}
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

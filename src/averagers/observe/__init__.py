@@ -1,0 +1,1 @@
+"""Sinks of events: what is done with the records of `averagers.events`."""
