@@ -101,8 +101,9 @@ class _Block(nn.Module):
         query, key, value = self.to_query_key_value(self.attention_norm(hidden)).view(shape).permute(2, 0, 3, 1, 4)
         query, key = (_rotate(1.5 * F.layer_norm(x, x.shape[-1:]), rotation) for x in (query, key))
         heads = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        attended: Tensor = hidden + self.from_heads(heads.transpose(1, 2).flatten(2))
-        return attended + self.narrow(F.relu(self.widen(self.feedforward_norm(attended))))
+        hidden = hidden + self.from_heads(heads.transpose(1, 2).flatten(2))
+        output: Tensor = hidden + self.narrow(F.relu(self.widen(self.feedforward_norm(hidden))))
+        return output
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class ScaledStep:
         """Unscale the gradients, and hide them from the inner step if one of them is inf or NaN."""
         self.after()  # if the last step raised
         scale: Tensor | None = getattr(self._optimizer, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self._optimizer, "found_inf", None)
+        # 0 where no parameter has a gradient.
+        found_inf: Tensor | int | None = getattr(self._optimizer, "found_inf", None)
         if scale is None and found_inf is None:
             return
         # The inner step must not unscale once more. The scaler deletes both attributes after it.
@@ -49,7 +50,7 @@ class ScaledStep:
             inverse = scale.double().reciprocal().float()
             for parameter in parameters:
                 parameter.grad.mul_(inverse.to(parameter.grad.device))
-        if found_inf is not None and found_inf.item():
+        if found_inf is not None and float(found_inf):
             self._hidden = [(parameter, parameter.grad) for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None

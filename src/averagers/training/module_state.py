@@ -27,7 +27,8 @@ class _RunningStatistics:
     variance: Tensor
 
     def __post_init__(self) -> None:
-        with torch.no_grad():
+        # Written by the round, which is in no inference mode.
+        with torch.inference_mode(False), torch.no_grad():
             self.first_moment = self.mean.double()
             self.second_moment = self.variance.double() + self.first_moment**2
 

@@ -90,42 +90,70 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state dict, with ``"averager"`` and, as in torch's wrapper, ``"step"``."""
-        state_dict = self.optim.state_dict()
-        state_dict["step"] = self.averager.step
-        if hasattr(self.averager, "state_dict"):
-            state_dict[_AVERAGER_KEY] = self.averager.state_dict()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = {**self.optim.state_dict(), **self._averager_state()}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state_dict = after(self, state_dict) or state_dict
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned here or in torch's wrapper, or a plain optimizer's state.
 
-        Without a step in it the averager's step becomes 0, with a ``UserWarning``.
+        Without a step in it the averager's step becomes 0, with a ``UserWarning``; except for what
+        ``torch.distributed.checkpoint.state_dict`` made, beside which the averager is loaded by itself.
 
         Raises:
             StateDictError: the averager's part is damaged or of another configuration; nothing was loaded.
+            ValueError: the inner optimizer refuses its part; nothing was loaded.
         """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        averager_before = self._averager_state()
+        self._load_averager(state_dict)
+        try:
+            inner = {name: value for name, value in state_dict.items() if name not in ("step", _AVERAGER_KEY)}
+            self.optim.load_state_dict(inner)
+        except BaseException:
+            self._load_averager(averager_before)
+            raise
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _averager_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"step": self.averager.step}
+        if hasattr(self.averager, "state_dict"):
+            state[_AVERAGER_KEY] = self.averager.state_dict()
+        return state
+
+    def _load_averager(self, state_dict: dict[str, Any]) -> None:
         step = state_dict.get("step", 0)
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise StateDictError(f"step in state_dict must be an int of at least 0, got {step!r}")
         if _AVERAGER_KEY in state_dict and hasattr(self.averager, "load_state_dict"):
             self.averager.load_state_dict(state_dict[_AVERAGER_KEY])
-        else:
+        elif "step" in state_dict:
             self.averager.step = step
-        if "step" not in state_dict:
+        elif not _names_its_parameters(state_dict):
+            self.averager.step = 0
             warnings.warn(
                 "state_dict has no step of an averager, as a plain optimizer's has none: the step is 0 now, and the "
                 "warm-up starts again; set averager.step to go on where the run stopped",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        inner = {name: value for name, value in state_dict.items() if name not in ("step", _AVERAGER_KEY)}
-        self.optim.load_state_dict(inner)
 
     def __reduce__(self) -> Any:
         return type(self), (self.optim, self.averager)
 
     def __repr__(self) -> str:
         return f"ModelAveragingOptimizer({self.optim!r}, {self.averager!r})"
+
+
+def _names_its_parameters(state_dict: dict[str, Any]) -> bool:
+    """Tell whether `torch.distributed.checkpoint.state_dict` made this: parameters have names in place of numbers."""
+    groups = state_dict.get("param_groups", [])
+    return any(isinstance(parameter, str) for group in groups for parameter in group["params"])
 
 
 PostLocalSGDOptimizer = ModelAveragingOptimizer
