@@ -48,7 +48,7 @@ class TorchGroup(Group):
         self.ranks = ranks
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
-        self._backends = _backend_of_each_device(dist.get_backend_config(self.lanes[0]))
+        self._backends = _backend_of_each_device(self.lanes[0])
         self.device_types = frozenset(self._backends)
         self.device = _message_device(self.device_types)
         self._store = c10d.PrefixStore("averagers", _default_store())
@@ -197,12 +197,14 @@ class TorchGroups(Groups):
         """
         self._forget_destroyed()
         timeout_s = _timeout_s(process_group) if timeout_s is None else timeout_s
-        backend = dist.get_backend_config(process_group)
+        # By the name that the parent was made with: torch takes one that is spelled out for another kind.
+        backend = dist.get_backend(process_group)
         key = (ranks, backend, timeout_s)
         if key not in self._by_key:
             name = f"{blake2b(repr(ranks).encode(), digest_size=12).hexdigest()}/{self._made[ranks]}"
             self._made[ranks] += 1
-            num_lanes = _GLOO_LANES if "cpu:gloo" in backend and len(ranks) > 1 else 1
+            is_gloo = _backend_of_each_device(process_group).get("cpu") == "gloo"
+            num_lanes = _GLOO_LANES if is_gloo and len(ranks) > 1 else 1
             self._by_key[key] = TorchGroup(
                 _new_lanes(num_lanes, ranks, backend, timeout_s, name), ranks, timeout_s, name
             )
@@ -332,9 +334,9 @@ def _ends_within(work: dist.Work, seconds: float, device_type: str) -> bool:
     return False
 
 
-def _backend_of_each_device(backend_config: str) -> dict[str, str]:
-    """Return the backend's name for each type of device, from ``"cpu:gloo,cuda:nccl"``."""
-    return dict(pair.split(":") for pair in backend_config.split(","))
+def _backend_of_each_device(process_group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend's name for each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
 
 
 def _timeout_s(process_group: dist.ProcessGroup) -> float:
