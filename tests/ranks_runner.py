@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = ["torch", "torch.distributed", "averagers.reduction.pytorch", "averagers.averager", "averagers.training.ddp"]
+_PRELOADED = ["torch.distributed", "averagers.averager", "averagers.reduction.pytorch", "averagers.training.ddp"]
 
 
 def run_ranks(

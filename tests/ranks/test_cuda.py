@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks_runner import run_ranks
 
 import averagers
+from ranks_runner import run_ranks
 
 WORLD = 2
 

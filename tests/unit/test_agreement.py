@@ -65,12 +65,8 @@ def agree_in_threads(statements: Sequence[Statement]) -> list[str | None]:
     return outcomes
 
 
-def tensor(
-    name: str, *shape: int, dtype: str = "float32", order: tuple[int, ...] | None = None
-) -> TensorDescription:
-    return TensorDescription(
-        name, shape, dtype, tuple(range(len(shape))) if order is None else order, "cpu:0"
-    )
+def tensor(name: str, *shape: int, dtype: str = "float32", order: tuple[int, ...] | None = None) -> TensorDescription:
+    return TensorDescription(name, shape, dtype, tuple(range(len(shape))) if order is None else order, "cpu:0")
 
 
 def statement(*tensors: TensorDescription, **facts: object) -> Statement:
@@ -114,10 +110,7 @@ def test_counts_and_the_first_different_tensor_are_named() -> None:
     three = [statement(tensor("a", 2), tensor("head.weight", 12, 64), tensor("b", 1)) for _ in range(3)]
     text = difference(*three, statement(tensor("a", 2), tensor("head.weight", 10, 64)))
     assert "there are 2 tensors on rank 3, 3 tensors on ranks 0-2" in text
-    assert (
-        "the first difference is `head.weight`: (10, 64) float32 on rank 3, (12, 64) float32 on ranks 0-2"
-        in text
-    )
+    assert "the first difference is `head.weight`: (10, 64) float32 on rank 3, (12, 64) float32 on ranks 0-2" in text
 
 
 def test_a_different_order_of_names_shows_both_names() -> None:
@@ -127,23 +120,16 @@ def test_a_different_order_of_names_shows_both_names() -> None:
 
 def test_a_different_memory_order_is_shown() -> None:
     text = difference(statement(tensor("w", 2, 3)), statement(tensor("w", 2, 3, order=(1, 0))))
-    assert (
-        "`w`: (2, 3) float32 on rank 0, (2, 3) float32 with dimensions in memory order (1, 0) on rank 1"
-        in text
-    )
+    assert "`w`: (2, 3) float32 on rank 0, (2, 3) float32 with dimensions in memory order (1, 0) on rank 1" in text
 
 
 def test_a_different_device_is_shown() -> None:
     there = TensorDescription("w", (2,), "float32", (0,), "cuda:0")
-    assert "(2,) float32 on device cuda:0 on rank 1" in difference(
-        statement(tensor("w", 2)), statement(there)
-    )
+    assert "(2,) float32 on device cuda:0 on rank 1" in difference(statement(tensor("w", 2)), statement(there))
 
 
 def test_no_tensors_against_some_is_a_difference() -> None:
-    assert "there are 0 tensors on rank 0, 1 tensors on rank 1" in difference(
-        statement(), statement(tensor("w", 2))
-    )
+    assert "there are 0 tensors on rank 0, 1 tensors on rank 1" in difference(statement(), statement(tensor("w", 2)))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import averagers
 
 PUBLIC = {
@@ -46,12 +48,8 @@ def test_the_public_names_are_these_and_each_loads() -> None:
 
 
 def test_another_name_is_an_attribute_error() -> None:
-    try:
-        averagers.Averager  # noqa: B018
-    except AttributeError as error:
-        assert str(error) == "module 'averagers' has no attribute 'Averager'"
-    else:
-        raise AssertionError("no error")
+    with pytest.raises(AttributeError, match="module 'averagers' has no attribute 'Averager'"):
+        _ = averagers.Averager
 
 
 def test_importing_averagers_and_its_pure_parts_imports_no_framework() -> None:
