@@ -17,7 +17,16 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = ["torch.distributed", "averagers.averager", "averagers.reduction.pytorch", "averagers.training.ddp"]
+# What ranks would else import one by one: torch's optimizers need its compiler.
+_PRELOADED = [
+    "pytest",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+    "averagers.averager",
+    "averagers.reduction.pytorch",
+    "averagers.training.ddp",
+    "averagers.training.optimizer",
+]
 
 
 def run_ranks(
@@ -32,7 +41,8 @@ def run_ranks(
     """Call ``function(rank, *args)`` on each of ``world_size`` processes and return what each returned.
 
     Args:
-        function: A function of a module; it and what it returns are pickled.
+        function: A function of a module; it and what it returns are pickled. It must not return tensors,
+            whose memory would go with the rank.
         world_size: How many ranks.
         args: Passed on to each.
         timeout_s: After how many seconds all are killed and the test fails.

@@ -32,7 +32,8 @@ class PeriodicModelAverager(ScheduledAverager):
         period: Steps from one round to the next.
         warmup_steps: Steps before the first round.
         process_group: The ranks that average; None means all of them.
-        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model.
+        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model, for
+            16-bit floats up to twelve.
         timeout_s: Seconds after which a round fails; None means the process group's own timeout.
         observers: Called with each event of a round, see `averagers.events`.
         measure_drift: Measure the replicas' distance from the mean in each round, for the observers;
@@ -97,7 +98,8 @@ class HierarchicalModelAverager(ScheduledAverager):
             the process group.
         warmup_steps: Steps before the first round.
         process_group: The ranks that average; None means all of them.
-        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model.
+        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model, for
+            16-bit floats up to twelve.
         timeout_s: Seconds after which a round fails; None means the process group's own timeout.
         observers: Called with each event of a round, see `averagers.events`.
         measure_drift: Measure the replicas' distance from the mean in each round, for the observers;

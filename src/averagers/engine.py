@@ -90,7 +90,8 @@ class ScheduledAverager(ModelAverager):
         schedule: When to average.
         hierarchy: With whom at each level; None for one level of all ranks.
         configuration: What must be equal on all ranks, and in a checkpoint that is loaded.
-        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model.
+        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model, for
+            16-bit floats up to twelve.
         timeout_s: After how many seconds a round fails; None for the process group's own timeout.
         observers: Called with each event of a round, see `averagers.events`.
         measure_drift: Measure the replicas' distance from the mean in each round, for the observers;

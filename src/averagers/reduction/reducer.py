@@ -72,7 +72,8 @@ class TorchReducer(Reducer):
     """Averages dense tensors in buckets, in place.
 
     Args:
-        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model.
+        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model, for
+            16-bit floats up to twelve.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
