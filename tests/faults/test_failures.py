@@ -208,3 +208,27 @@ def interrupted(rank: int) -> Any:
 
 def test_an_interrupted_round_leaves_the_averager_refusing_further_use() -> None:
     assert run_ranks(interrupted, 2)[0] is False
+
+
+def killed_while_groups_are_made(rank: int) -> Any:
+    from averagers.reduction import groups
+
+    make = groups._new_group
+
+    def make_or_die(ranks: Any, backend: str, timeout_s: float, name: str) -> Any:
+        if rank == 1 and name.endswith("/2"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make(ranks, backend, timeout_s, name)
+
+    groups._new_group = make_or_die
+    before = len(groups.c10d._world.pg_map)
+    failure = seen_failure(lambda: averagers.PeriodicModelAverager(2, timeout_s=TIMEOUT_S))
+    return failure, len(groups.c10d._world.pg_map) - before
+
+
+def test_a_rank_killed_while_groups_are_made_is_named_and_no_group_is_left() -> None:
+    (kind, message, missing, _), left = run_ranks(killed_while_groups_are_made, 2, may_die=[1])[0]
+    assert kind == "RoundFailedError"
+    assert "building an averager among ranks 0-1 failed: rank 1 did not come" in message
+    assert missing == (1,)
+    assert left == 0

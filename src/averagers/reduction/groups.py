@@ -353,6 +353,6 @@ def _message_device(device_types: frozenset[str]) -> torch.device:
     """Return where a small message must lie: on the CPU where the backend serves it."""
     if "cpu" in device_types:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    accelerator = torch.accelerator.current_accelerator()  # pragma: only cuda
+    assert accelerator is not None  # pragma: only cuda
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())  # pragma: only cuda

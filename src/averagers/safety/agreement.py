@@ -36,7 +36,7 @@ class Statement:
 
     def digest(self) -> tuple[int, int]:
         """Return two non-negative 63-bit numbers that differ where statements do."""
-        state = blake2b(repr(list(self.facts.items())).encode(), digest_size=16)
+        state = blake2b(repr(sorted(self.facts.items())).encode(), digest_size=16)
         if self.listing is not None:
             state.update(self.listing.digest)
         digest = state.digest()
@@ -64,7 +64,7 @@ def agree(group: Group, statement: Statement) -> None:
 
 def explain_difference(ranks: Sequence[int], statements: Sequence[Any]) -> str:
     """Return the first difference between the ranks' statements, and the ranks on each side."""
-    for fact in statements[0]["facts"]:
+    for fact in dict.fromkeys(fact for statement in statements for fact in statement["facts"]):
         values = [statement["facts"].get(fact, "missing") for statement in statements]
         if any(value != values[0] for value in values):
             advice = _ADVICE.get(fact, f"give every rank the same {fact}")
@@ -76,15 +76,13 @@ def _tensor_difference(ranks: Sequence[int], statements: Sequence[Any]) -> str:
     lists = [statement["tensors"] or [] for statement in statements]
     counts = [f"{len(tensors)} tensors" for tensors in lists]
     prefix = "" if len(set(counts)) == 1 else _sides("there are ", ranks, counts) + "; "
-    for index in range(max(map(len, lists))):
-        row = [tensors[index] if index < len(tensors) else None for tensors in lists]
-        if any(entry != row[0] for entry in row):
-            names = {entry[0] for entry in row if entry is not None}
-            name = names.pop() if len(names) == 1 else None
-            shown = [_describe(entry, with_name=name is None) for entry in row]
-            where = f"`{name}`" if name else f"tensor {index}"
-            return f"{prefix}the first difference is {where}: {_sides('', ranks, shown)}"
-    return f"{prefix}the tensors differ"
+    rows = [[tensors[i] if i < len(tensors) else None for tensors in lists] for i in range(max(map(len, lists)))]
+    index, row = next((i, row) for i, row in enumerate(rows) if any(entry != row[0] for entry in row))
+    names = {entry[0] for entry in row if entry is not None}
+    name = names.pop() if len(names) == 1 else None
+    shown = [_describe(entry, with_name=name is None) for entry in row]
+    where = f"`{name}`" if name else f"tensor {index}"
+    return f"{prefix}the first difference is {where}: {_sides('', ranks, shown)}"
 
 
 def _describe(entry: Sequence[Any] | None, *, with_name: bool) -> str:
