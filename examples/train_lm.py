@@ -1,6 +1,6 @@
 """Train a byte-level language model on a text file, averaging models now and then instead of gradients.
 
-On one machine, and on two (the same line on each, with the name of the first):
+On one machine; and on two, the same line on each, with the name of the first:
 
     torchrun --nproc-per-node 4 examples/train_lm.py --data book.txt
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint first:29500 examples/train_lm.py
@@ -29,13 +29,12 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
-        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.project = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.from_heads = nn.Linear(WIDTH, WIDTH, bias=False)
         self.feedforward = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, hidden: Tensor, rotation: Tensor) -> Tensor:
-        heads = self.query_key_value(self.norms[0](hidden)).unflatten(2, (3, NUM_HEADS, -1))
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        query, key, value = self.project(self.norms[0](hidden)).unflatten(2, (3, NUM_HEADS, -1)).permute(2, 0, 3, 1, 4)
         query, key = (rotate(1.5 * F.layer_norm(x, x.shape[-1:]), rotation) for x in (query, key))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.from_heads(mixed.transpose(1, 2).flatten(2))
@@ -63,35 +62,25 @@ class ByteTransformer(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, self.rotation)
         logits = F.linear(self.norm(hidden), self.embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-
-
-def read_windows(path: Path | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return all windows of the first nine tenths to train on, and those of the rest to validate on."""
-    text = path.read_bytes() if path else "\n\n".join(topics[name] for name in sorted(topics)).encode()
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
-    num_training = len(data) * 9 // 10
-    return data[:num_training].unfold(0, CONTEXT + 1, 1), data[num_training:].unfold(0, CONTEXT + 1, CONTEXT)
+        return F.cross_entropy(logits.transpose(1, 2), windows[:, 1:])
 
 
 def new_averager() -> averagers.HierarchicalModelAverager:
     """Average often within a node and seldom among all, whatever the number of nodes."""
     world_size, node_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-    levels = {GLOBAL_PERIOD: world_size}
-    if 1 < node_size < world_size and world_size % node_size == 0:
-        levels[NODE_PERIOD] = node_size
-    return averagers.HierarchicalModelAverager(levels, WARMUP_STEPS)
+    within_nodes = {NODE_PERIOD: node_size} if 1 < node_size < world_size else {}
+    return averagers.HierarchicalModelAverager({**within_nodes, GLOBAL_PERIOD: world_size}, WARMUP_STEPS)
 
 
 def save(folder: Path, step: int, state: dict) -> None:
     """Save this rank's state: between two rounds every rank has a model of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{dist.get_rank()}-step-{step}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path)
+    torch.save(state, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)  # never half a file under this name
     dist.barrier()  # only now can no rank need the save before this one
-    for older in folder.glob(f"rank-{dist.get_rank()}-step-*.pt"):
-        if older != path:
-            older.unlink()
+    for older in set(folder.glob(f"rank-{dist.get_rank()}-step-*.pt")) - {path}:
+        older.unlink()
 
 
 def load(folder: Path, device: torch.device) -> dict | None:
@@ -99,15 +88,18 @@ def load(folder: Path, device: torch.device) -> dict | None:
     paths = {int(path.stem.split("-")[-1]): path for path in folder.glob(f"rank-{dist.get_rank()}-step-*.pt")}
     step = torch.tensor(max(paths, default=0), device=device)
     dist.all_reduce(step, dist.ReduceOp.MIN)
-    return torch.load(paths[step.item()], map_location=device, weights_only=True) if step else None
+    return torch.load(paths[step.item()], map_location="cpu", weights_only=True) if step else None
 
 
 def train(options: argparse.Namespace, device: torch.device) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    training, validation = read_windows(options.data, device)
-    torch.manual_seed(options.seed)
+    text = options.data.read_bytes() if options.data else "\n".join(topics[name] for name in sorted(topics)).encode()
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
+    training = data[: len(data) * 9 // 10].unfold(0, CONTEXT + 1, 1)
+    validation = data[len(data) * 9 // 10 :].unfold(0, CONTEXT + 1, CONTEXT)
+    torch.manual_seed(0)
     model = ByteTransformer().to(device)
-    ddp_model = DistributedDataParallel(model, forward_sync_buffers=False)
+    ddp_model = DistributedDataParallel(model, forward_sync_buffers=False)  # makes the replicas equal
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     averager = new_averager()
     # Gradients go to all ranks during the averager's warm-up, and to this one alone after it.
@@ -121,10 +113,9 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     with averagers.attach(optimizer, averager):  # at its end all ranks have one model
         for step in range(averager.step, options.steps):
             # A function of the step, like the learning rate: a resumed run goes on with the same data.
-            order = torch.Generator().manual_seed((options.seed * 10**6 + step) * world_size + rank)
+            order = torch.Generator().manual_seed(step * world_size + rank)
             batch = training[torch.randint(len(training), (BATCH_SIZE,), generator=order).to(device)]
-            decay = min(1, (step + 1) / 30) * (1 - 0.9 * step / options.steps)
-            optimizer.param_groups[0]["lr"] = LEARNING_RATE * decay
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (step + 1) / 30) * (1 - 0.9 * step / options.steps)
             optimizer.zero_grad()
             loss = ddp_model(batch)
             loss.backward()
@@ -145,13 +136,11 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="a folder to save to and to go on from (default: none)")
     parser.add_argument("--save-period", type=int, default=200, help="steps from one save to the next")
     parser.add_argument("--steps", type=int, default=1100)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(options, device)
     dist.destroy_process_group()
 

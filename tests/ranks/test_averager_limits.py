@@ -38,7 +38,7 @@ def wrong_arguments(rank: int) -> list[str]:
             lambda: periodic(2, observers=[3]),
             lambda: periodic(2, observers=3),
             lambda: periodic(2, measure_drift=1),
-            lambda: hierarchical(),
+            hierarchical,
             lambda: hierarchical({}),
             lambda: hierarchical([2, 2]),
             lambda: hierarchical({2: 1}),

@@ -36,12 +36,12 @@ def printed(*events: Event, **options: Any) -> list[str]:
 
 def test_a_finished_round_is_one_line_with_step_level_ranks_time_bytes_and_drift() -> None:
     (line,) = printed(STARTED, FINISHED)
-    assert line.split() == "step 32 level 1 4 ranks 12.3 ms 1.5 MB sent drift 1.5".split()
+    assert line.split() == ["step", "32", "level", "1", "4", "ranks", "12.3", "ms", "1.5", "MB", "sent", "drift", "1.5"]
 
 
 def test_a_round_without_drift_shows_none_and_one_outside_the_schedule_says_who_asked() -> None:
     (line,) = printed(dataclasses.replace(FINISHED, drift=None, call="finish", seconds=2.0, wire_bytes=999))
-    assert line.split() == "step 32 level 1 4 ranks 2.00 s 999 B sent finish".split()
+    assert line.split() == ["step", "32", "level", "1", "4", "ranks", "2.00", "s", "999", "B", "sent", "finish"]
 
 
 def test_a_failed_round_is_one_line_with_the_error_and_the_missing_ranks() -> None:
@@ -94,7 +94,11 @@ def test_each_event_is_one_line_with_its_kind_and_time_and_fields(tmp_path: Path
         for event in (STARTED, FINISHED, FAILED):
             sink(event)
     started, finished, failed = read(path)
-    assert [line["event"] for line in (started, finished, failed)] == ["round_started", "round_finished", "round_failed"]
+    assert [line["event"] for line in (started, finished, failed)] == [
+        "round_started",
+        "round_finished",
+        "round_failed",
+    ]
     assert all(before <= line.pop("time") <= time.time() for line in (started, finished, failed))
     assert finished == {"event": "round_finished", **dataclasses.asdict(FINISHED)}
     assert failed["missing_ranks"] == [2, 3]

@@ -52,7 +52,7 @@ class Task:
     @property
     def evaluation_period(self) -> int:
         """Steps from one evaluation to the next, so that it meets rounds among all ranks."""
-        return max(1, self.num_steps // (12 * GLOBAL_PERIOD)) * GLOBAL_PERIOD
+        return max(1, self.num_steps // (8 * GLOBAL_PERIOD)) * GLOBAL_PERIOD
 
     def learning_rate_factor(self, step: int) -> float:
         """Return the share of `learning_rate` at ``step``."""
@@ -134,8 +134,10 @@ class Failure:
         rank: Its global rank.
         message: One line.
         details: The traceback, where the line alone does not tell the cause.
+        is_consequence: Whether it only says that another rank is gone.
     """
 
     rank: int
     message: str
     details: str | None
+    is_consequence: bool

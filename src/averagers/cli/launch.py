@@ -9,16 +9,17 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from averagers.cli.demo_task import Failure
-from averagers.errors import AveragersError
+from averagers.errors import AveragersError, RoundFailedError
 
 RankFunction = Callable[[Any, Callable[[Any], None]], None]
 
@@ -39,7 +40,8 @@ def start_preloading() -> None:
     """Begin to load torch in the process that ranks are forked from, while this one goes on."""
     from multiprocessing import forkserver
 
-    forkserver.set_forkserver_preload(["averagers.cli.demo_training"])
+    # torch's optimizers need its compiler, which would else be loaded by each rank.
+    forkserver.set_forkserver_preload(["averagers.cli.demo_training", "torch._dynamo"])
     # Inherited: Ctrl-C reaches the whole foreground group, and that process must leave it to this one.
     with _handlers({signal.SIGINT: signal.SIG_IGN}):
         forkserver.ensure_running()
@@ -64,13 +66,13 @@ def launch(function: RankFunction, task: Any, num_ranks: int, hear: Callable[[An
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     # A pipe a rank, not a queue: a rank that is killed cannot leave a lock behind.
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(num_ranks)]
     senders = [sender for _, sender in pipes]
     with (
         tempfile.TemporaryDirectory(prefix="averagers-") as log_folder,
         _handlers({}),
+        _without_log(),
         _listening([receiver for receiver, _ in pipes], hear) as failures,
     ):
         config = LaunchConfig(
@@ -125,13 +127,15 @@ def _listening(receivers: list[Connection], hear: Callable[[Any], None]) -> Iter
 
 
 def _explained(failures: list[Failure], error: Any) -> RanksFailedError:
-    """Return an error that tells what the first rank to fail said."""
-    if failures:
-        first = failures[0]
-        return RanksFailedError(first.message, first.details)
-    rank, failure = error.get_first_failure()
-    how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-    return RanksFailedError(f"rank {rank} died ({how})", None)
+    """Return an error that tells why the first rank failed that had a reason of its own."""
+    rank, ended = error.get_first_failure()
+    causes = [failure for failure in failures if not failure.is_consequence]
+    if not causes and ended.exitcode < 0:
+        return RanksFailedError(f"rank {rank} died ({ended.signal_name()})", None)
+    if not failures:
+        return RanksFailedError(f"rank {rank} ended with exit code {ended.exitcode}", None)
+    told = (causes or failures)[0]
+    return RanksFailedError(told.message, told.details)
 
 
 def _run_rank(function: RankFunction, task: Any, senders: list[Connection]) -> None:
@@ -152,12 +156,21 @@ def _run_rank(function: RankFunction, task: Any, senders: list[Connection]) -> N
         dist.destroy_process_group()
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        tell(Failure(rank, f"{where}{error.strerror or error}", None))
-        sys.exit(1)
+        _end(tell, Failure(rank, f"{where}{error.strerror or error}", None, is_consequence=False))
     except Exception as error:
+        message = " ".join(f"rank {rank}: {type(error).__name__}: {error}".split())
         details = None if isinstance(error, AveragersError) else traceback.format_exc()
-        tell(Failure(rank, f"rank {rank}: {' '.join(str(error).split()) or type(error).__name__}", details))
-        sys.exit(1)
+        # gloo raises a bare RuntimeError where a peer is gone.
+        is_consequence = isinstance(error, RoundFailedError | dist.DistError) or type(error) is RuntimeError
+        _end(tell, Failure(rank, message, details, is_consequence))
+
+
+def _end(tell: Callable[[Any], None], failure: Failure) -> NoReturn:
+    tell(failure)
+    if failure.is_consequence:
+        # The launcher names the rank that ends first: let that be the one with the cause.
+        time.sleep(3)
+    sys.exit(1)
 
 
 def _use_loopback() -> None:
@@ -180,3 +193,14 @@ def _handlers(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Keep the launcher's log of its own doings off the screen for a block: what counts is raised."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
