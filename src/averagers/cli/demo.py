@@ -9,6 +9,7 @@ from typing import Any, final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from averagers.cli import demo_report
 from averagers.cli.demo_task import RUNS, WORLD_SIZE, Run, RunResult, Task
@@ -79,7 +80,7 @@ class _Display:
             TextColumn("{task.description:<12}"),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(compact=True),
+            TimeRemainingColumn(compact=True, table_column=Column(min_width=5)),
             console=console,
             expand=True,
         )
@@ -112,4 +113,4 @@ class _Display:
 def _figures(report: RankProgress) -> str:
     speed = report.tokens / report.seconds / 1e3
     megabytes = report.traffic.inter_node_bytes / 1e6
-    return f"step {report.step:>4} loss {report.loss:.3f} {speed:3.0f}k tokens/s {megabytes:>5,.0f} MB between nodes"
+    return f"step {report.step:>4} loss {report.loss:.3f} {speed:3.0f}k tok/s {megabytes:>5,.0f} MB between nodes"

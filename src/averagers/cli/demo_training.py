@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -43,6 +44,8 @@ def train_all(task: Task, tell: Callable[[Any], None]) -> None:
         task: What to train.
         tell: Called on the first rank with each `Progress` and `RunResult`.
     """
+    # Of a full disk: the run's own next line meets it too, and ends the run with the cause.
+    warnings.filterwarnings("ignore", message="the observer JsonLines")
     # A group of one: gradients that stay where they are. Each rank makes its own.
     alone, _ = dist.new_subgroups(group_size=1)
     for run in RUNS:
