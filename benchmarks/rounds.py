@@ -261,7 +261,7 @@ def main() -> None:
             "" if limit is None else f"{limit:g}",
             verdict,
         )
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

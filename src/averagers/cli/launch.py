@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -60,12 +61,11 @@ def launch(function: RankFunction, task: Any, num_ranks: int, hear: Callable[[An
         RanksFailedError: a rank raised, or died.
         KeyboardInterrupt: on Ctrl-C, after all ranks were ended.
     """
-    import multiprocessing
-
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    _wait_for_forkserver()
     # A pipe a rank, not a queue: a rank that is killed cannot leave a lock behind.
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(num_ranks)]
     senders = [sender for _, sender in pipes]
@@ -99,6 +99,17 @@ def launch(function: RankFunction, task: Any, num_ranks: int, hear: Callable[[An
         else:
             return
     raise _explained(failures, death)
+
+
+def _wait_for_forkserver() -> None:
+    """Wait until ranks can be forked.
+
+    Ranks that are asked for while it still loads torch would come after an early Ctrl-C, and print that
+    what they need is gone.
+    """
+    first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+    first.start()
+    first.join()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Group(ABC):
@@ -89,9 +89,8 @@ class Groups(ABC):
         """Return the framework's process group behind a group that ``open`` returned."""
 
 
-@dataclass(frozen=True)
-class TensorDescription:
-    """What the ranks must agree on of one tensor.
+class TensorDescription(NamedTuple):
+    """What the ranks must agree on of one tensor; a tuple, because a model has thousands.
 
     Attributes:
         name: Its name where one was given, else its position in the list, as ``#3``.
@@ -118,7 +117,8 @@ class Listing:
     @cached_property
     def digest(self) -> bytes:
         """Bytes that differ where the descriptions do."""
-        return blake2b(repr(self.descriptions).encode(), digest_size=16).digest()
+        plain = [tuple(description) for description in self.descriptions]
+        return blake2b(repr(plain).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class Kind:
     itemsize: int
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Elements ``start`` to ``stop`` of one tensor, and where they begin in the bucket."""
 
     tensor: int

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, final
 
 import torch
@@ -52,13 +52,16 @@ class _Layout:
         records: Place, shape and type of each tensor; any change of these makes a new layout.
         listing: The tensors as the ranks compare them.
         buckets: The plan.
-        shared_memory: Positions of tensors whose memory overlaps another's.
     """
 
     records: list[Record]
     listing: Listing
     buckets: tuple[Bucket, ...]
-    shared_memory: frozenset[int]
+
+    @cached_property
+    def shared_memory(self) -> frozenset[int]:
+        """Positions of tensors whose memory overlaps another's, or their own."""
+        return overlapping(self.records)
 
 
 @final
@@ -78,7 +81,7 @@ class TorchReducer(Reducer):
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
-        self._layout = _Layout([], Listing((), 0), (), frozenset())
+        self._layout = _Layout([], Listing((), 0), ())
         self._buffers = _new_buffers()
 
     def select(self, params: Iterable[Any], once_trainable: set[int]) -> Selection:
@@ -136,7 +139,7 @@ class TorchReducer(Reducer):
                 [_kind(record.device, record.dtype) for record in records],
                 bucket_bytes=self.bucket_bytes,
             )
-            self._layout = _Layout(records, describe(records), buckets, overlapping(records))
+            self._layout = _Layout(records, describe(records), buckets)
         return _TorchSelection([tensor for _, tensor in selected], self._layout.listing, self._layout)
 
     def _transfer(
@@ -156,7 +159,7 @@ class TorchReducer(Reducer):
         def runs() -> Iterator[_Run]:
             nonlocal wire_bytes
             for index, bucket in enumerate(layout.buckets):
-                load = _load(bucket, selection.tensors, layout.shared_memory, drift)
+                load = _load(bucket, selection.tensors, layout, drift)
                 chosen = transfer or _mean_of(load.blocks[0].dtype)
                 wire_bytes += chosen.wire_bytes(load, group.size)
                 lane = group.lane(index, bucket.kind.device.type)
@@ -232,13 +235,18 @@ def _advance_due(under_way: deque[_Run], tick: int) -> None:
             under_way.remove(run)
 
 
-def _load(bucket: Bucket, tensors: Sequence[Tensor], shared_memory: frozenset[int], drift: DriftMeter | None) -> Load:
+def _load(bucket: Bucket, tensors: Sequence[Tensor], layout: _Layout, drift: DriftMeter | None) -> Load:
     """Bind a bucket to the tensors as they are now."""
     blocks: list[Tensor] = []
     for slot in bucket.slots:
         blocks.extend(elements(in_memory_order(tensors[slot.tensor]), slot.start, slot.stop))
-    alone = len(blocks) == 1 and bucket.slots[0].tensor not in shared_memory
-    return Load(blocks, bucket.num_elements, alone and blocks[0].is_contiguous() and drift is None, drift)
+    in_place = (
+        len(blocks) == 1
+        and drift is None
+        and blocks[0].is_contiguous()
+        and bucket.slots[0].tensor not in layout.shared_memory
+    )
+    return Load(blocks, bucket.num_elements, in_place, drift)
 
 
 def _new_buffers() -> tuple[Buffers, ...]:

@@ -99,14 +99,8 @@ def describe(records: Sequence[Record]) -> Listing:
     for record in records:
         devices.setdefault(record.device, f"{record.device.type}:{len(devices)}")
     descriptions = tuple(
-        TensorDescription(
-            record.name,
-            tuple(record.shape),
-            str(record.dtype).removeprefix("torch."),
-            record.order,
-            devices[record.device],
-        )
-        for record in records
+        TensorDescription(name, tuple(shape), _dtype_name(dtype), _stride_order(shape, stride), devices[device])
+        for name, _, shape, stride, dtype, device in records
     )
     return Listing(descriptions, sum(record.shape.numel() for record in records))
 
@@ -122,6 +116,11 @@ def overlapping(records: Sequence[Record]) -> frozenset[int]:
         if stop > end:
             end, last = stop, position
     return frozenset(positions)
+
+
+@lru_cache(maxsize=256)
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @lru_cache(maxsize=4096)
@@ -173,15 +172,17 @@ def _named_tensors(params: Any) -> Iterator[tuple[str, Tensor]]:
         )
     position = 0
     for index, item in enumerate(params):
+        if isinstance(item, Tensor):
+            yield f"#{position}", item
+            position += 1
+            continue
         for name, tensor in _named_items(item, index):
             yield name or f"#{position}", tensor
             position += 1
 
 
 def _named_items(item: Any, index: int) -> Iterator[tuple[str | None, Tensor]]:
-    if isinstance(item, Tensor):
-        yield None, item
-    elif _is_pair(item):
+    if _is_pair(item):
         yield item
     elif isinstance(item, Mapping) and "params" in item:
         members = item["params"]

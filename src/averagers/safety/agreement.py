@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, final
 
@@ -44,7 +44,7 @@ class Statement:
 
     def details(self) -> bytes:
         """Return the statement as JSON."""
-        tensors = None if self.listing is None else [astuple(one) for one in self.listing.descriptions]
+        tensors = None if self.listing is None else self.listing.descriptions
         return json.dumps({"facts": dict(self.facts), "tensors": tensors}).encode()
 
 
