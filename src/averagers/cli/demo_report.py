@@ -107,8 +107,9 @@ def draw(results: Mapping[Run, RunResult], path: Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(10, 4.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
     for run, result in results.items():
@@ -118,14 +119,36 @@ def draw(results: Mapping[Run, RunResult], path: Path) -> None:
         _draw_run(by_step, run, steps, losses)
         _draw_run(by_bytes, run, megabytes, losses)
     by_step.set(xlabel="steps", ylabel="validation loss (nats a byte)")
-    by_bytes.set(xlabel="MB sent between nodes", xscale="log")
-    by_step.legend(frameon=False)
+    by_bytes.set(xlabel="MB sent between nodes (logarithmic)", xscale="log")
+    by_bytes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    by_bytes.xaxis.set_major_formatter(FuncFormatter(lambda megabytes, _: f"{megabytes:,.0f}"))
+    by_bytes.xaxis.set_minor_formatter(NullFormatter())
+    _mark_saving(by_bytes, results["ddp"], results["hierarchical"])
+    by_step.legend(frameon=False, title="final loss", alignment="left")
     for axes in (by_step, by_bytes):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"One model, trained three ways on {_NUM_NODES} nodes of {RANKS_PER_NODE} ranks")
+    figure.suptitle(f"One language model, trained three ways on {_NUM_NODES} nodes of {RANKS_PER_NODE} ranks")
     figure.savefig(path)
 
 
 def _draw_run(axes: Axes, run: Run, positions: list[float], losses: list[float]) -> None:
-    axes.plot(positions, losses, color=_COLORS[run], label=TITLES[run], linewidth=1.8, marker="o", markersize=3)
+    label = f"{losses[-1]:.3f}  {TITLES[run]}"
+    axes.plot(positions, losses, color=_COLORS[run], label=label, linewidth=1.8, marker="o", markersize=3.5)
+
+
+def _mark_saving(axes: Axes, ddp: RunResult, hierarchical: RunResult) -> None:
+    """Draw an arrow from DDP's end to the hierarchical run's, with how many times fewer bytes that is."""
+    from_megabytes, from_loss = ddp.traffic.inter_node_bytes / 1e6, ddp.validation_loss
+    to_megabytes, to_loss = hierarchical.traffic.inter_node_bytes / 1e6, hierarchical.validation_loss
+    arrow = {"arrowstyle": "->", "color": _COLORS["hierarchical"], "shrinkA": 6, "shrinkB": 6, "linestyle": "--"}
+    axes.annotate("", (to_megabytes, to_loss), (from_megabytes, from_loss), arrowprops=arrow)
+    middle = ((from_megabytes * to_megabytes) ** 0.5, (from_loss + to_loss) / 2)
+    axes.annotate(
+        f"{from_megabytes / to_megabytes:.0f} times fewer bytes",
+        middle,
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha="center",
+        color=_COLORS["hierarchical"],
+    )
