@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from averagers.arguments import check_seconds, check_whole_number
+from averagers.arguments import check_averager_state, check_seconds, check_whole_number
 from averagers.content import RoundContent, as_content
-from averagers.errors import ClosedError, DisagreementError, InvalidTypeError, StateDictError
+from averagers.errors import ClosedError, DisagreementError, InvalidTypeError, InvalidValueError
 from averagers.events import Announcer, Observer, RoundReport
 from averagers.hierarchy import Hierarchy
 from averagers.reduction.interface import Framework, Group, Selection
@@ -126,6 +126,12 @@ class ScheduledAverager(ModelAverager):
         self._once_trainable: set[int] = set()
         self._refusal: str | None = None
         self._is_closed = False
+        # This rank raised where the others began a round: their groups are broken, and so are these.
+        self._left_a_round = False
+        self._number = 0
+        # After which step, with which tensors, a round of all ranks left one model.
+        self._one_model_at: tuple[int, bytes] | None = None
+        self._read_iterator: Any = None
         self._level_groups: list[Group] = []
         self._open_groups()
 
@@ -155,11 +161,10 @@ class ScheduledAverager(ModelAverager):
         if self._refusal is not None:
             raise ClosedError(self._refusal)
         round_ = self._schedule.due(self._step)
-        if round_ is not None or not self._checked_params:
-            content = as_content(params)
-            selection = None if self._checked_params else self._select(content)
-            if round_ is not None:
-                self._run_round(content, selection, round_.level, "average_parameters")
+        if round_ is not None:
+            self._run_round(as_content(params), None, round_.level, "average_parameters")
+        elif not self._checked_params:
+            self._select(as_content(params))
         self._step += 1
 
     def finish(self, params: Iterable[Any]) -> None:
@@ -172,14 +177,11 @@ class ScheduledAverager(ModelAverager):
             params: As for ``average_parameters``.
         """
         self._refuse_if_unusable()
-        last = self._schedule.due(self._step - 1) if self._step else None
         content = as_content(params)
         selection = self._select(content)
-        if self._is_alone:
-            return
-        # Two levels of one size share their group.
-        is_one_model = last is not None and self._level_groups[last.level] is self._level_groups[-1]
-        self._run_round(content, selection, self._top, "finish", only_agree=is_one_model)
+        if not self._is_alone:
+            is_one_model = self._one_model_at == (self._step, selection.listing.digest)
+            self._run_round(content, selection, self._top, "finish", is_wanted=not is_one_model)
 
     def broadcast(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Replace tensors of any dtype by those of the process group's first rank, in place.
@@ -192,6 +194,7 @@ class ScheduledAverager(ModelAverager):
         self._refuse_if_unusable()
         selection = self._reducer.select_all(tensors)
         if not self._is_alone:
+            self._reducer.check(selection, self._level_groups[-1])
             with self._together(self._level_groups[-1], self._top, "broadcast", selection):
                 self._reducer.broadcast_(selection, self._level_groups[-1])
 
@@ -240,7 +243,8 @@ class ScheduledAverager(ModelAverager):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned; also makes an averager usable after a failed round.
 
-        After a failed round every rank of the process group must call this, because groups are made anew.
+        After a failed round every rank of the process group must call this, because groups are made anew. Where
+        that cannot be had of every rank, close the averager and build a new one on all of them.
 
         Raises:
             StateDictError: an entry is missing or wrong, or the configuration is another one.
@@ -248,11 +252,14 @@ class ScheduledAverager(ModelAverager):
         """
         if self._is_closed:
             self._refuse_if_unusable()
-        step, once_trainable = _checked_state(state_dict, self._configuration)
-        if self._refusal is not None:
+        step, once_trainable = check_averager_state(state_dict, self._configuration)
+        if self._refusal is not None or self._left_a_round:
+            self._abandon_groups()
             self._release_groups()
             self._open_groups()
             self._refusal = None
+            self._left_a_round = False
+        self._one_model_at = None
         self._step = step
         self._once_trainable = once_trainable
 
@@ -291,7 +298,15 @@ class ScheduledAverager(ModelAverager):
         return not self._level_groups or self._level_groups[-1].size == 1
 
     def _select(self, content: RoundContent) -> Selection:
-        selection = self._reducer.select(content.tensors(), self._once_trainable)
+        tensors = content.tensors()
+        if isinstance(tensors, Iterator):
+            if tensors is self._read_iterator:
+                raise InvalidValueError(
+                    "params is an iterator that was read to its end at the first call, and is empty now: call "
+                    "model.parameters() each time, or give a list"
+                )
+            self._read_iterator = tensors
+        selection = self._reducer.select(tensors, self._once_trainable)
         self._checked_params = True
         return selection
 
@@ -302,33 +317,47 @@ class ScheduledAverager(ModelAverager):
         level: int,
         call: str,
         *,
-        only_agree: bool = False,
+        is_wanted: bool = True,
     ) -> None:
-        """Average ``content`` in the group of ``level``."""
+        """Average ``content`` in the group of ``level``, if one of its ranks wants it."""
         group = self._level_groups[level] if self._level_groups else None
         if group is None or group.size == 1:
+            if not self._checked_params:
+                self._select(content)
             return
-        selection = selection or self._select(content)
-        with self._together(group, level, call, selection) as report:
-            if not only_agree:
+        try:
+            selection = selection or self._select(content)
+            self._reducer.check(selection, group)
+        except Exception:
+            self._left_a_round = True
+            raise
+        with self._together(group, level, call, selection, is_wanted) as (report, is_wanted_anywhere):
+            if is_wanted_anywhere:
                 report.started(len(selection.tensors), selection.listing.num_elements)
                 reduced = self._reducer.average_(selection, group, measure_drift=self._measure_drift)
                 content.landed()
                 report.finished(reduced.wire_bytes, reduced.drift)
+        # Two levels of one size share their group.
+        if call == "average_parameters" and group is self._level_groups[-1]:
+            self._one_model_at = (self._step + 1, selection.listing.digest)
 
     @contextmanager
-    def _together(self, group: Group, level: int, call: str, selection: Selection) -> Iterator[RoundReport]:
-        """Agree with ``group``, then communicate; the one way to the wire, and out of a failure."""
+    def _together(
+        self, group: Group, level: int, call: str, selection: Selection, is_wanted: bool = True
+    ) -> Iterator[tuple[RoundReport, bool]]:
+        """Agree with ``group``, then communicate; the one way to the wire, and out of a failure.
+
+        Yields what tells of it, and whether any rank wants it.
+        """
         if not self._framework().groups.is_alive(group):
             raise ClosedError(
                 f"the process group of this {type(self).__name__} was destroyed: initialize again and build a new one"
             )
-        self._reducer.check(selection, group)
         report = self._announcer.report(call, self._step, level, group.size, group.rank)
         try:
-            facts = {**self._configuration, "call": call, "step": self._step}
-            agree(group, Statement(facts, selection.listing))
-            yield report
+            facts = {**self._configuration, "averager": self._number, "call": call, "step": self._step}
+            is_wanted_anywhere, _ = agree(group, Statement(facts, selection.listing), (int(is_wanted), 0))
+            yield report, bool(is_wanted_anywhere)
         except DisagreementError as error:
             report.failed(error)
             raise
@@ -345,10 +374,13 @@ class ScheduledAverager(ModelAverager):
         if self._refusal is not None:
             raise ClosedError(self._refusal)
 
-    def _refuse_until_loaded(self) -> None:
+    def _abandon_groups(self) -> None:
         # The groups of all levels: the others may have failed at another one, and all must make the same anew.
         for group in self._level_groups:
             self._framework().groups.abandon(group)
+
+    def _refuse_until_loaded(self) -> None:
+        self._abandon_groups()
         self._refusal = (
             f"a round of this {type(self).__name__} failed at step {self._step}, and the weights may be half "
             "averaged: load a checkpoint on every rank, this averager's load_state_dict included"
@@ -362,15 +394,21 @@ class ScheduledAverager(ModelAverager):
             return
         caller_group = groups.borrow(self.process_group, timeout_s=self._timeout_s)
         try:
-            if caller_group.size > 1:
-                options = {"bucket_bytes": self._bucket_bytes, "timeout_s": self._timeout_s}
-                facts = {**self._configuration, **options, "measure_drift": self._measure_drift}
-                agree(caller_group, Statement(facts))
+            options = {"bucket_bytes": self._bucket_bytes, "timeout_s": self._timeout_s}
+            facts = {**self._configuration, **options, "measure_drift": self._measure_drift}
+            # The ranks may have built and lost other averagers before: the largest number is new to all.
+            self._number, _ = agree(caller_group, Statement(facts), (groups.serial, 0))
+            groups.serial = self._number + 1
             for level in range(len(self._hierarchy.levels) if self._hierarchy else 1):
                 members = self._ranks
                 if self._hierarchy:
                     members = self._hierarchy.members(level, self._ranks, caller_group.rank)
-                self._level_groups.append(groups.open(self.process_group, members, timeout_s=self._timeout_s))
+                is_missing = not groups.has(self.process_group, members, timeout_s=self._timeout_s)
+                is_missing_anywhere, _ = agree(caller_group, Statement({"level": level}), (int(is_missing), 0))
+                anew = self._number if is_missing_anywhere else None
+                self._level_groups.append(
+                    groups.open(self.process_group, members, timeout_s=self._timeout_s, anew=anew)
+                )
         except DisagreementError:
             raise
         except RuntimeError as error:
@@ -381,27 +419,3 @@ class ScheduledAverager(ModelAverager):
         for group in self._level_groups:
             self._framework().groups.release(group)
         self._level_groups = []
-
-
-def _checked_state(state_dict: Any, configuration: Mapping[str, Any]) -> tuple[int, set[int]]:
-    """Return the step and the positions of once trainable parameters, all checked."""
-    if not isinstance(state_dict, Mapping):
-        raise StateDictError(f"state_dict must be what state_dict() returned, got {type(state_dict).__name__}")
-    missing = {"step", "configuration", "once_trainable"} - set(state_dict)
-    if missing:
-        raise StateDictError(f"state_dict lacks {sorted(missing)}: give what state_dict() returned")
-    saved = state_dict["configuration"]
-    if not isinstance(saved, Mapping):
-        raise StateDictError(f"the configuration in state_dict must be a dict, got {saved!r}")
-    for name in [*configuration, *(name for name in saved if name not in configuration)]:
-        if saved.get(name) != configuration.get(name):
-            raise StateDictError(
-                f"state_dict is of an averager with {name}={saved.get(name)}, this one has "
-                f"{name}={configuration.get(name)}: build it with the same, or set only its step"
-            )
-    try:
-        step = check_whole_number("step in state_dict", state_dict["step"], minimum=0)
-        positions = [check_whole_number("a position", one, minimum=0) for one in state_dict["once_trainable"]]
-    except (TypeError, ValueError) as error:
-        raise StateDictError(f"state_dict is damaged: {error}") from None
-    return step, set(positions)

@@ -70,10 +70,10 @@ class RoundFinished:
 
 @dataclass(frozen=True)
 class RoundFailed:
-    """A round ended with an error, which is raised right after this record is given.
+    """A round, or the broadcast of a module, ended with an error, which is raised right after this record is given.
 
     Attributes:
-        call: What asked for the round: ``"average_parameters"``, ``"finish"`` or ``"averaged"``.
+        call: What failed: ``"average_parameters"``, ``"finish"``, ``"averaged"`` or ``"broadcast"``.
         step: The averager's step at the round.
         level: The level of the hierarchy, 0 the innermost.
         group_size: How many ranks should have averaged.

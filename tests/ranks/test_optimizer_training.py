@@ -1245,3 +1245,17 @@ def test_buffers_need_an_averager_that_takes_them_along() -> None:
     (message,) = run_ranks(_module_with_other_averager, 1)
     assert "module= needs a PeriodicModelAverager or HierarchicalModelAverager" in message
     assert "_EveryStep" in message
+
+
+def _two_attachments(rank: int) -> list[bool]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    first, second = (averagers.attach(optimizer, _averager()) for _ in range(2))
+    handles = [hasattr(optimizer, "_step_supports_amp_scaling")]
+    for attachment in (first, first, second):
+        attachment.remove()
+        handles.append(hasattr(optimizer, "_step_supports_amp_scaling"))
+    return handles
+
+
+def test_of_two_attachments_to_one_optimizer_the_last_to_leave_gives_the_scale_back() -> None:
+    assert run_ranks(_two_attachments, 1) == [[True, True, True, False]]

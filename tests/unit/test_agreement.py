@@ -128,7 +128,7 @@ def test_a_different_device_is_shown() -> None:
 
 
 def test_no_tensors_against_some_is_a_difference() -> None:
-    assert "there are 0 tensors on rank 0, 1 tensors on rank 1" in difference(statement(), statement(tensor("w", 2)))
+    assert "there are 0 tensors on rank 0, 1 tensor on rank 1" in difference(statement(), statement(tensor("w", 2)))
 
 
 @pytest.mark.parametrize(

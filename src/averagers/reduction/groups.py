@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import blake2b
@@ -41,6 +40,7 @@ class TorchGroup(Group):
         lanes: Process groups of the same ranks, see ``lane``.
         device: Where small messages must lie for the backend.
         device_types: The types of device that the backend serves.
+        name: The same on all its ranks, and no other group's.
     """
 
     def __init__(self, lanes: Sequence[dist.ProcessGroup], ranks: tuple[int, ...], timeout_s: float, name: str) -> None:
@@ -52,8 +52,9 @@ class TorchGroup(Group):
         self.device_types = frozenset(self._backends)
         self.device = _message_device(self.device_types)
         self._store = c10d.PrefixStore("averagers", _default_store())
-        self._name = name
+        self.name = name
         self._openings = 0
+        self._opened_at = 0.0
 
     def lane(self, index: int, device_type: str) -> dist.ProcessGroup:
         """Return the process group for the bucket of this index.
@@ -67,6 +68,7 @@ class TorchGroup(Group):
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the largest of each value over the ranks; the message that opens a round."""
         self._openings += 1
+        self._opened_at = time.monotonic()
         message = torch.tensor(values, dtype=torch.int64, device=self.device)
         work = dist.all_reduce(message, dist.ReduceOp.MAX, self.lanes[0], async_op=True)
         self._wait_for_peers(work)
@@ -99,7 +101,10 @@ class TorchGroup(Group):
         """
         try:
             self._mark_arrival()
-            deadline = time.monotonic() + min(_MARK_GRACE_S, self.timeout_s)
+            # Who comes after the timeout is late. But where a rank died early, others may be on their way.
+            is_over = time.monotonic() - self._opened_at >= self.timeout_s
+            grace_s = 1.5 * _MARK_AFTER_S if is_over else _MARK_GRACE_S
+            deadline = time.monotonic() + min(grace_s, self.timeout_s)
             missing = self._unmarked()
             while missing and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -119,7 +124,7 @@ class TorchGroup(Group):
             raise RuntimeError(f"the other ranks did not answer within {self.timeout_s:g} s")
 
     def _mark(self, rank: int) -> str:
-        return f"{self._name}/{self._openings}/{rank}"
+        return f"{self.name}/{self._openings}/{rank}"
 
     def _mark_arrival(self) -> None:
         self._store.set(self._mark(self.rank), "came")
@@ -133,10 +138,10 @@ class TorchGroups(Groups):
     """Makes, shares and releases groups on `torch.distributed`."""
 
     def __init__(self) -> None:
+        # Never reset: a name must not come back while peers may still hold the old one.
+        self.serial = 0
         self._users: dict[TorchGroup, int] = {}
         self._by_key: dict[tuple[object, ...], TorchGroup] = {}
-        # Never reset: a name must not come back while peers may still hold the old one.
-        self._made: Counter[tuple[int, ...]] = Counter()
         self._borrowed: dict[dist.ProcessGroup, TorchGroup] = {}
 
     def resolve(self, process_group: Any) -> Any:
@@ -187,27 +192,35 @@ class TorchGroups(Groups):
         group.timeout_s = _timeout_s(process_group) if timeout_s is None else timeout_s
         return group
 
-    def open(self, process_group: Any, ranks: tuple[int, ...], *, timeout_s: float | None) -> TorchGroup:
+    def has(self, process_group: Any, ranks: tuple[int, ...], *, timeout_s: float | None) -> bool:
+        """Tell whether ``open`` would find such a group on this rank."""
+        self._forget_destroyed()
+        return ("rounds", *_key(process_group, ranks, timeout_s)) in self._by_key
+
+    def open(
+        self,
+        process_group: Any,
+        ranks: tuple[int, ...],
+        *,
+        timeout_s: float | None,
+        anew: int | None,
+        purpose: str = "rounds",
+    ) -> TorchGroup:
         """Return a group of our own of ``ranks``, made by its members only; equal ones are shared.
 
         Args:
             process_group: The parent, whose backend the group has.
             ranks: Global ranks of the members, this one among them.
             timeout_s: Of each collective; None for the parent's.
+            anew: None to share the group that all members have; else a number that all members agree on
+                and that none has used, by which a new group is named.
+            purpose: Groups of different purposes are never shared.
         """
-        self._forget_destroyed()
-        timeout_s = _timeout_s(process_group) if timeout_s is None else timeout_s
-        # By the name that the parent was made with: torch takes one that is spelled out for another kind.
-        backend = dist.get_backend(process_group)
-        key = (ranks, backend, timeout_s)
-        if key not in self._by_key:
-            name = f"{blake2b(repr(ranks).encode(), digest_size=12).hexdigest()}/{self._made[ranks]}"
-            self._made[ranks] += 1
-            is_gloo = _backend_of_each_device(process_group).get("cpu") == "gloo"
-            num_lanes = _GLOO_LANES if is_gloo and len(ranks) > 1 else 1
-            self._by_key[key] = TorchGroup(
-                _new_lanes(num_lanes, ranks, backend, timeout_s, name), ranks, timeout_s, name
-            )
+        key = (purpose, *_key(process_group, ranks, timeout_s))
+        if anew is not None:
+            name = f"{blake2b(repr(ranks).encode(), digest_size=12).hexdigest()}/{anew}"
+            if key not in self._by_key or self._by_key[key].name != name:
+                self._by_key[key] = _new_group_of_lanes(process_group, ranks, timeout_s, name)
         group = self._by_key[key]
         self._users[group] = self._users.get(group, 0) + 1
         return group
@@ -258,6 +271,23 @@ class TorchGroups(Groups):
 def node_of_each_rank(group: Group) -> list[str]:
     """Return the host name of each rank of ``group``, in its order. All its ranks must call this."""
     return [name.decode() for name in group.gather(socket.gethostname().encode())]
+
+
+def _key(process_group: dist.ProcessGroup, ranks: tuple[int, ...], timeout_s: float | None) -> tuple[object, ...]:
+    """Return what two groups must have in common to be shared."""
+    timeout_s = _timeout_s(process_group) if timeout_s is None else timeout_s
+    # By the name that the parent was made with: torch takes one that is spelled out for another kind.
+    return ranks, dist.get_backend(process_group), timeout_s
+
+
+def _new_group_of_lanes(
+    process_group: dist.ProcessGroup, ranks: tuple[int, ...], timeout_s: float | None, name: str
+) -> TorchGroup:
+    timeout_s = _timeout_s(process_group) if timeout_s is None else timeout_s
+    is_gloo = _backend_of_each_device(process_group).get("cpu") == "gloo"
+    num_lanes = _GLOO_LANES if is_gloo and len(ranks) > 1 else 1
+    lanes = _new_lanes(num_lanes, ranks, dist.get_backend(process_group), timeout_s, name)
+    return TorchGroup(lanes, ranks, timeout_s, name)
 
 
 def _new_lanes(

@@ -50,7 +50,13 @@ class Group(ABC):
 
 
 class Groups(ABC):
-    """Makes groups, shares them between averagers, and releases them."""
+    """Makes groups, shares them between averagers, and releases them.
+
+    Attributes:
+        serial: Above every number that this rank has used to name a group or an averager.
+    """
+
+    serial: int
 
     @abstractmethod
     def resolve(self, process_group: Any) -> Any:
@@ -65,8 +71,29 @@ class Groups(ABC):
         """Return the caller's own group, to compare configurations on."""
 
     @abstractmethod
-    def open(self, process_group: Any, ranks: tuple[int, ...], *, timeout_s: float | None) -> Group:
-        """Return a group of our own of ``ranks``, made by its members only; equal ones are shared."""
+    def has(self, process_group: Any, ranks: tuple[int, ...], *, timeout_s: float | None) -> bool:
+        """Tell whether ``open`` would find such a group on this rank."""
+
+    @abstractmethod
+    def open(
+        self,
+        process_group: Any,
+        ranks: tuple[int, ...],
+        *,
+        timeout_s: float | None,
+        anew: int | None,
+        purpose: str = "rounds",
+    ) -> Group:
+        """Return a group of our own of ``ranks``, made by its members only; equal ones are shared.
+
+        Args:
+            process_group: The parent, whose backend the group has.
+            ranks: Global ranks of the members, this one among them.
+            timeout_s: Of each collective; None for the parent's.
+            anew: None to share the group that all members have; else a number that all members agree on
+                and that none has used, by which a new group is named.
+            purpose: Groups of different purposes are never shared.
+        """
 
     @abstractmethod
     def share(self, group: Group) -> None:

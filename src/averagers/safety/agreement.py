@@ -17,6 +17,8 @@ from averagers.reduction.interface import Group, Listing
 
 _ADVICE = {
     "step": "every rank must call average_parameters and finish equally often",
+    "call": "every rank must call average_parameters and finish equally often",
+    "averager": "call the averagers of one process group in the same order on every rank",
     "tensors": "every rank must pass the same tensors in the same order",
 }
 
@@ -48,16 +50,26 @@ class Statement:
         return json.dumps({"facts": dict(self.facts), "tensors": tensors}).encode()
 
 
-def agree(group: Group, statement: Statement) -> None:
+def agree(group: Group, statement: Statement, wishes: Sequence[int] = (0, 0)) -> list[int]:
     """Return if all ranks of ``group`` make the same statement.
+
+    Args:
+        group: Whose ranks all call this.
+        statement: What must be equal.
+        wishes: Two numbers that may differ.
+
+    Returns:
+        The largest of each wish over the ranks.
 
     Raises:
         DisagreementError: they do not; the message is the same on every rank.
     """
+    if group.size == 1:
+        return list(wishes)
     numbers = statement.digest()
-    highest = group.maximum([*numbers, *(-number for number in numbers)])
-    if all(high == -low for high, low in zip(highest[:2], highest[2:], strict=True)):
-        return
+    highest = group.maximum([*numbers, *(-number for number in numbers), *wishes])
+    if all(high == -low for high, low in zip(highest[:2], highest[2:4], strict=True)):
+        return highest[4:]
     statements = [json.loads(details) for details in group.gather(statement.details())]
     raise DisagreementError(explain_difference(group.ranks, statements))
 
@@ -74,7 +86,7 @@ def explain_difference(ranks: Sequence[int], statements: Sequence[Any]) -> str:
 
 def _tensor_difference(ranks: Sequence[int], statements: Sequence[Any]) -> str:
     lists = [statement["tensors"] or [] for statement in statements]
-    counts = [f"{len(tensors)} tensors" for tensors in lists]
+    counts = [f"{len(tensors)} tensor{'s' if len(tensors) != 1 else ''}" for tensors in lists]
     prefix = "" if len(set(counts)) == 1 else _sides("there are ", ranks, counts) + "; "
     rows = [[tensors[i] if i < len(tensors) else None for tensors in lists] for i in range(max(map(len, lists)))]
     index, row = next((i, row) for i, row in enumerate(rows) if any(entry != row[0] for entry in row))

@@ -8,11 +8,16 @@ scale itself; so the optimizer says so, and the hooks here do what the scaler wo
 from __future__ import annotations
 
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"
+
+# Several averagers may follow one optimizer: the last one to leave puts back what the first one found.
+_handlers_of: WeakKeyDictionary[torch.optim.Optimizer, list[int]] = WeakKeyDictionary()
+_supported_before: WeakKeyDictionary[torch.optim.Optimizer, bool | None] = WeakKeyDictionary()
 
 
 @final
@@ -26,7 +31,9 @@ class ScaledStep:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._supported_before = optimizer.__dict__.get(_SUPPORTS_SCALING)
+        if optimizer not in _handlers_of:
+            _supported_before[optimizer] = optimizer.__dict__.get(_SUPPORTS_SCALING)
+        _handlers_of.setdefault(optimizer, []).append(id(self))
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
     def before(self) -> None:
@@ -63,18 +70,23 @@ class ScaledStep:
             self._hidden = []
 
     def remove(self) -> None:
-        """Leave the optimizer as it was."""
-        if self._supported_before is None:
+        """Leave the optimizer as it was, once nobody else handles its scale."""
+        _handlers_of[self._optimizer].remove(id(self))
+        if _handlers_of[self._optimizer]:
+            return
+        del _handlers_of[self._optimizer]
+        supported_before = _supported_before.pop(self._optimizer)
+        if supported_before is None:
             self._optimizer.__dict__.pop(_SUPPORTS_SCALING, None)
         else:
-            setattr(self._optimizer, _SUPPORTS_SCALING, self._supported_before)
+            setattr(self._optimizer, _SUPPORTS_SCALING, supported_before)
 
 
 def is_state_initialization(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a step only makes the optimizer's state, and is none of the training.
 
     `torch.distributed.checkpoint.state_dict` steps a fresh optimizer once, as ``step(closure=None)``,
-    with a learning rate of 0.
+    with a learning rate of 0 and gradients of 0.
     """
     return (
         bool(kwargs)
@@ -82,4 +94,9 @@ def is_state_initialization(optimizer: torch.optim.Optimizer, args: tuple[Any, .
         and len(args) <= 1
         and not optimizer.state
         and all(float(group.get("lr", 0.0)) == 0.0 for group in optimizer.param_groups)
+        and not any(_has_gradient(parameter) for group in optimizer.param_groups for parameter in group["params"])
     )
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None and bool(parameter.grad.any())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from types import TracebackType
 from typing import Any, final
@@ -148,9 +149,17 @@ def check_pair(optimizer: Any, averager: Any) -> None:
         raise InvalidTypeError(
             f"averager must be a ModelAverager, with average_parameters and step, got {type(averager).__name__}"
         )
-    served = _optimizer_of.get(averager, lambda: None)()
+    served = _served_by(averager)
     if served is not None:
         raise InvalidValueError(
             f"averager already follows the steps of a {type(served).__name__}, and a second optimizer would count "
             "every step twice: build an averager for each, or remove the first attachment"
         )
+
+
+def _served_by(averager: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer in use whose steps ``averager`` follows."""
+    if averager not in _optimizer_of:
+        return None
+    gc.collect()  # one that nobody can reach any more still refers to itself by its hooks
+    return _optimizer_of.get(averager, lambda: None)()

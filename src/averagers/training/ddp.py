@@ -13,6 +13,7 @@ from averagers.errors import InvalidTypeError, InvalidValueError
 from averagers.reduction.groups import node_of_each_rank
 from averagers.reduction.interface import Group
 from averagers.reduction.pytorch import PYTORCH
+from averagers.safety.agreement import Statement, agree
 
 
 @final
@@ -105,7 +106,12 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.f
 
 def _open_node_group(process_group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Group:
     """Return a group of the ranks that run on this rank's node."""
-    nodes = node_of_each_rank(PYTORCH.groups.borrow(process_group, timeout_s=None))
+    groups = PYTORCH.groups
+    caller_group = groups.borrow(process_group, timeout_s=None)
+    nodes = node_of_each_rank(caller_group)
     own = nodes[ranks.index(dist.get_rank())]
     members = tuple(rank for rank, node in zip(ranks, nodes, strict=True) if node == own)
-    return PYTORCH.groups.open(process_group, members, timeout_s=None)
+    # A group for gradients alone: a round must never meet them, nor take them along when it fails.
+    number, _ = agree(caller_group, Statement({"call": "PostLocalSGDState"}), (groups.serial, 0))
+    groups.serial = number + 1
+    return groups.open(process_group, members, timeout_s=None, anew=number, purpose="gradients")

@@ -81,5 +81,9 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _running_statistics(module: nn.Module) -> Iterator[_RunningStatistics]:
     for name, layer in module.named_modules():
         mean, variance = getattr(layer, "running_mean", None), getattr(layer, "running_var", None)
-        if isinstance(mean, Tensor) and isinstance(variance, Tensor) and mean.is_floating_point():
+        if isinstance(mean, Tensor) and isinstance(variance, Tensor) and _are_moments(mean, variance):
             yield _RunningStatistics(name, mean, variance)
+
+
+def _are_moments(mean: Tensor, variance: Tensor) -> bool:
+    return mean.is_floating_point() and variance.is_floating_point() and mean.shape == variance.shape

@@ -109,6 +109,8 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
+        if "param_groups" not in state_dict or "state" not in state_dict:
+            raise StateDictError("state_dict lacks 'state' or 'param_groups': give what state_dict() returned")
         averager_before = self._averager_state()
         self._load_averager(state_dict)
         try:
