@@ -6,6 +6,7 @@ them, so that nothing above this package branches on tensors.
 
 from __future__ import annotations
 
+import marshal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,8 @@ class Listing:
     def digest(self) -> bytes:
         """Bytes that differ where the descriptions do."""
         plain = [tuple(description) for description in self.descriptions]
-        return blake2b(repr(plain).encode(), digest_size=16).digest()
+        # Only digested, never read back; version 2 writes equal values as equal bytes.
+        return blake2b(marshal.dumps(plain, 2), digest_size=16).digest()
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def select_tensors(params: Iterable[Any], once_trainable: set[int]) -> list[tupl
         InvalidTypeError: an item is not a tensor, a ``(name, tensor)`` pair or a parameter group.
         UnsupportedTensorError: a tensor cannot be averaged in place.
     """
-    selected: dict[tuple[Any, ...], tuple[Record, Tensor]] = {}
+    selected: dict[int | tuple[Any, ...], tuple[Record, Tensor]] = {}
     for position, (name, tensor) in enumerate(_named_tensors(params)):
         if type(tensor) is Parameter or isinstance(tensor, Parameter):  # the first is faster
             if tensor.requires_grad:
@@ -80,7 +80,9 @@ def select_tensors(params: Iterable[Any], once_trainable: set[int]) -> list[tupl
                 continue
         if tensor.is_floating_point() or tensor.is_complex():
             record = _checked_record(name, tensor, _SUPPORTED_DTYPES)
-            place = record[1:] if record.address else (position,)
+            place: int | tuple[Any, ...] = record.address or (position,)
+            if place in selected:  # listed twice, or another view of memory that begins here
+                place = place if selected[place][0][1:] == record[1:] else record[1:]
             selected.setdefault(place, (record, tensor))
     return list(selected.values())
 
