@@ -356,7 +356,7 @@ class ScheduledAverager(ModelAverager):
         report = self._announcer.report(call, self._step, level, group.size, group.rank)
         try:
             facts = {**self._configuration, "averager": self._number, "call": call, "step": self._step}
-            is_wanted_anywhere, _ = agree(group, Statement(facts, selection.listing), (int(is_wanted), 0))
+            is_wanted_anywhere = agree(group, Statement(facts, selection.listing), int(is_wanted))
             yield report, bool(is_wanted_anywhere)
         except DisagreementError as error:
             report.failed(error)
@@ -397,14 +397,14 @@ class ScheduledAverager(ModelAverager):
             options = {"bucket_bytes": self._bucket_bytes, "timeout_s": self._timeout_s}
             facts = {**self._configuration, **options, "measure_drift": self._measure_drift}
             # The ranks may have built and lost other averagers before: the largest number is new to all.
-            self._number, _ = agree(caller_group, Statement(facts), (groups.serial, 0))
+            self._number = agree(caller_group, Statement(facts), groups.serial)
             groups.serial = self._number + 1
             for level in range(len(self._hierarchy.levels) if self._hierarchy else 1):
                 members = self._ranks
                 if self._hierarchy:
                     members = self._hierarchy.members(level, self._ranks, caller_group.rank)
                 is_missing = not groups.has(self.process_group, members, timeout_s=self._timeout_s)
-                is_missing_anywhere, _ = agree(caller_group, Statement({"level": level}), (int(is_missing), 0))
+                is_missing_anywhere = agree(caller_group, Statement({"level": level}), int(is_missing))
                 anew = self._number if is_missing_anywhere else None
                 self._level_groups.append(
                     groups.open(self.process_group, members, timeout_s=self._timeout_s, anew=anew)

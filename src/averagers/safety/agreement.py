@@ -50,26 +50,26 @@ class Statement:
         return json.dumps({"facts": dict(self.facts), "tensors": tensors}).encode()
 
 
-def agree(group: Group, statement: Statement, wishes: Sequence[int] = (0, 0)) -> list[int]:
+def agree(group: Group, statement: Statement, wish: int = 0) -> int:
     """Return if all ranks of ``group`` make the same statement.
 
     Args:
         group: Whose ranks all call this.
         statement: What must be equal.
-        wishes: Two numbers that may differ.
+        wish: A number that may differ.
 
     Returns:
-        The largest of each wish over the ranks.
+        The largest wish of the ranks.
 
     Raises:
         DisagreementError: they do not; the message is the same on every rank.
     """
     if group.size == 1:
-        return list(wishes)
+        return wish
     numbers = statement.digest()
-    highest = group.maximum([*numbers, *(-number for number in numbers), *wishes])
+    highest = group.maximum([*numbers, *(-number for number in numbers), wish])
     if all(high == -low for high, low in zip(highest[:2], highest[2:4], strict=True)):
-        return highest[4:]
+        return highest[4]
     statements = [json.loads(details) for details in group.gather(statement.details())]
     raise DisagreementError(explain_difference(group.ranks, statements))
 
