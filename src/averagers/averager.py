@@ -156,9 +156,8 @@ class HierarchicalModelAverager(ScheduledAverager):
     @property
     def period_process_group_dict(self) -> OrderedDict[int, Any]:
         """The process group of each period, ascending; this rank's own, empty outside the process group."""
-        handle = self._framework().groups.handle
         return OrderedDict(
-            (period, handle(group)) for period, group in zip(self._periods, self._level_groups, strict=False)
+            (period, group.handle) for period, group in zip(self._periods, self._level_groups, strict=False)
         )
 
 

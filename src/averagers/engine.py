@@ -13,7 +13,9 @@ from averagers.content import RoundContent, as_content
 from averagers.errors import ClosedError, DisagreementError, InvalidTypeError, InvalidValueError
 from averagers.events import Announcer, Observer, RoundReport
 from averagers.hierarchy import Hierarchy
-from averagers.reduction.interface import Framework, Group, Selection
+from averagers.reduction.framework import Framework
+from averagers.reduction.groups import Group
+from averagers.reduction.reducer import Selection
 from averagers.safety.agreement import Statement, agree, format_ranks
 from averagers.safety.failure import explain_failure
 from averagers.schedule import Schedule

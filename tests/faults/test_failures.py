@@ -211,19 +211,19 @@ def test_an_interrupted_round_leaves_the_averager_refusing_further_use() -> None
 
 
 def killed_while_groups_are_made(rank: int) -> Any:
-    from averagers.reduction import groups
+    from torch.distributed import distributed_c10d as c10d
 
-    make = groups._new_group
+    make = c10d._new_process_group_helper
 
-    def make_or_die(ranks: Any, backend: str, timeout_s: float, name: str) -> Any:
-        if rank == 1 and name.endswith("/2"):
+    def make_or_die(*args: Any, **options: Any) -> Any:
+        if rank == 1 and args[5].endswith("/2"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return make(ranks, backend, timeout_s, name)
+        return make(*args, **options)
 
-    groups._new_group = make_or_die
-    before = len(groups.c10d._world.pg_map)
+    c10d._new_process_group_helper = make_or_die
+    before = len(c10d._world.pg_map)
     failure = seen_failure(lambda: averagers.PeriodicModelAverager(2, timeout_s=TIMEOUT_S))
-    return failure, len(groups.c10d._world.pg_map) - before
+    return failure, len(c10d._world.pg_map) - before
 
 
 def test_a_rank_killed_while_groups_are_made_is_named_and_no_group_is_left() -> None:

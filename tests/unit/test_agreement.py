@@ -4,45 +4,54 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from averagers.errors import DisagreementError
-from averagers.reduction.interface import Group, Listing, TensorDescription
+from averagers.reduction.groups import Group
+from averagers.reduction.selection import Listing, TensorDescription
 from averagers.safety.agreement import Statement, agree, explain_difference, format_ranks
 
 
-class ThreadGroup(Group):
-    """A group whose ranks are threads of this process."""
+class Done:
+    """A collective that has ended."""
+
+    def ends_within(self, seconds: float) -> bool:
+        return True
+
+
+class ThreadLane:
+    """A process group whose ranks are threads of this process."""
 
     def __init__(self, rank: int, size: int, shared: dict[str, object], barrier: threading.Barrier) -> None:
-        self.ranks = tuple(range(size))
-        self.rank = rank
-        self.timeout_s = 5.0
+        self._rank = rank
+        self._size = size
         self._shared = shared
         self._barrier = barrier
 
     def _exchange(self, kind: str, value: object) -> list[object]:
-        self._shared[f"{kind}{self.rank}"] = value
+        self._shared[f"{kind}{self._rank}"] = value
         self._barrier.wait(5)
-        values = [self._shared[f"{kind}{rank}"] for rank in self.ranks]
+        values = [self._shared[f"{kind}{rank}"] for rank in range(self._size)]
         self._barrier.wait(5)
         return values
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
-        return [max(column) for column in zip(*self._exchange("maximum", values), strict=True)]
+    def maximum(self, values: Sequence[int]) -> tuple[Done, Callable[[], list[int]]]:
+        highest = [max(column) for column in zip(*self._exchange("maximum", values), strict=True)]
+        return Done(), lambda: highest
 
-    def gather(self, payload: bytes) -> list[bytes]:
-        return self._exchange("gather", payload)
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        payloads = self._exchange("gather", payload)
+        assert len({len(one) for one in payloads}) == 1
+        return payloads
 
-    def total(self, value: float) -> float:
-        return sum(self._exchange("total", value))
 
-    def missing_ranks(self) -> tuple[int, ...] | None:
-        return ()
+def thread_group(rank: int, size: int, shared: dict[str, object], barrier: threading.Barrier) -> Group:
+    lane = ThreadLane(rank, size, shared, barrier)
+    return Group([lane], tuple(range(size)), rank, timeout_s=5.0, name="threads", marks=None)
 
 
 def agree_in_threads(statements: Sequence[Statement]) -> list[str | None]:
@@ -53,7 +62,7 @@ def agree_in_threads(statements: Sequence[Statement]) -> list[str | None]:
 
     def run(rank: int) -> None:
         try:
-            agree(ThreadGroup(rank, len(statements), shared, barrier), statements[rank])
+            agree(thread_group(rank, len(statements), shared, barrier), statements[rank])
         except DisagreementError as error:
             outcomes[rank] = str(error)
 

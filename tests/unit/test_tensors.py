@@ -14,15 +14,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from averagers.errors import AveragersError, InvalidTypeError, UnsupportedTensorError
-from averagers.reduction.interface import Listing
-from averagers.reduction.tensors import (
-    describe,
-    elements,
-    in_memory_order,
-    overlapping,
-    select_every_tensor,
-    select_tensors,
-)
+from averagers.reduction import selection
+from averagers.reduction.pytorch import PYTORCH
+from averagers.reduction.selection import Listing, elements, overlapping
+
+_OPERATIONS = PYTORCH.operations
+
+
+def select_tensors(params: Any, once_trainable: set[int]) -> list[tuple[Any, Tensor]]:
+    return selection.select_tensors(params, once_trainable, _OPERATIONS)
+
+
+def select_every_tensor(tensors: Any) -> list[tuple[Any, Tensor]]:
+    return selection.select_every_tensor(tensors, _OPERATIONS)
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    return selection.in_memory_order(_OPERATIONS.reals(tensor))
 
 
 def _select(params: Any, once_trainable: set[int] | None = None) -> list[tuple[str, Tensor]]:
@@ -32,7 +40,7 @@ def _select(params: Any, once_trainable: set[int] | None = None) -> list[tuple[s
 
 
 def _describe(params: Any) -> Listing:
-    return describe([record for record, _ in select_tensors(params, set())])
+    return selection.describe([record for record, _ in select_tensors(params, set())], _OPERATIONS)
 
 
 def _stride_order(tensor: Tensor) -> tuple[int, ...]:

@@ -1,235 +1,245 @@
-"""What the engine asks of a tensor framework: groups of its own, and a reducer (pure).
+"""What a tensor framework gives: its process groups, and the operations on its tensors (pure).
 
-The engine decides, compares and counts; these classes move numbers. One framework implements all of
-them, so that nothing above this package branches on tensors.
+Everything else in this package, and all above it, is the same for every framework, and knows tensors
+only by the methods that all of them share.
 """
 
 from __future__ import annotations
 
-import marshal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+from averagers.reduction.layout import Kind
+
+Tensor: TypeAlias = Any
+"""A tensor of the framework at hand."""
 
 
-class Group(ABC):
-    """Ranks that communicate, seen by one of them.
+class Work(ABC):
+    """A collective under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when what follows on this rank sees the result; a failed collective raises `RuntimeError`."""
+
+    @abstractmethod
+    def ends_within(self, seconds: float) -> bool:
+        """Wait at most so long and tell whether it ended; a failed collective raises `RuntimeError`."""
+
+
+class Lane(ABC):
+    """One process group of the framework, seen by one of its ranks.
 
     Attributes:
-        ranks: Global ranks of the members, in the group's order.
-        rank: Global rank of this process.
-        timeout_s: After how many seconds without an answer a collective fails.
+        handle: The framework's process group.
+        size: How many ranks it has.
+        device_types: The types of device that it serves, such as ``cpu``.
+        parallel_device_types: Those on which buckets travel faster through several lanes in turn.
     """
 
-    ranks: tuple[int, ...]
-    rank: int
-    timeout_s: float
-
-    @property
-    def size(self) -> int:
-        """How many ranks the group has."""
-        return len(self.ranks)
+    handle: Any
+    size: int
+    device_types: frozenset[str]
+    parallel_device_types: frozenset[str]
 
     @abstractmethod
-    def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of each value over the ranks; the message that opens a round."""
+    def all_reduce(self, values: Tensor) -> Work:
+        """Replace ``values`` by their sum over the ranks."""
 
     @abstractmethod
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, in the group's order."""
+    def all_to_all(self, received: Tensor, values: Tensor) -> Work:
+        """Send the n-th part of ``values`` to the n-th rank; ``received`` has what the ranks sent, in order."""
 
     @abstractmethod
-    def total(self, value: float) -> float:
-        """Return the sum of ``value`` over the ranks."""
+    def all_gather(self, gathered: Tensor, values: Tensor) -> Work:
+        """Send ``values`` to all; ``gathered`` has those of all ranks, in order."""
 
     @abstractmethod
-    def missing_ranks(self) -> tuple[int, ...] | None:
-        """After a failure, return which ranks did not come to the last message; None if unknown."""
+    def broadcast(self, values: Tensor) -> Work:
+        """Replace ``values``, plain bytes, by those of the first rank."""
+
+    @abstractmethod
+    def maximum(self, values: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
+        """Start to find the largest of each value over the ranks, and return what reads the result after."""
+
+    @abstractmethod
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, in order; all have the same length, of 1 at least."""
 
 
-class Groups(ABC):
-    """Makes groups, shares them between averagers, and releases them.
+class Marks(ABC):
+    """Where ranks leave marks for each other outside the process groups, so that they outlive a failed one.
 
-    Attributes:
-        serial: Above every number that this rank has used to name a group or an averager.
+    All raise `RuntimeError` where the process that keeps them is gone.
     """
 
-    serial: int
+    @abstractmethod
+    def leave(self, mark: str) -> None:
+        """Leave a mark."""
+
+    @abstractmethod
+    def is_left(self, mark: str) -> bool:
+        """Tell whether some rank left this mark."""
+
+
+class GroupFactory(ABC):
+    """Reads the caller's process groups, and makes new ones by their members alone."""
 
     @abstractmethod
     def resolve(self, process_group: Any) -> Any:
-        """Return the process group that is meant; None means the world."""
+        """Return the process group that is meant; None means the world.
+
+        Raises:
+            NotInitializedError: the framework's ``init_process_group`` was not called.
+            InvalidTypeError: ``process_group`` is not a process group.
+            InvalidValueError: ``process_group`` was destroyed.
+        """
 
     @abstractmethod
     def members(self, process_group: Any) -> tuple[int, ...] | None:
         """Return the global ranks of ``process_group`` in its order; None outside it."""
 
     @abstractmethod
-    def borrow(self, process_group: Any, *, timeout_s: float | None) -> Group:
-        """Return the caller's own group, to compare configurations on."""
+    def own_rank(self) -> int:
+        """Return the global rank of this process."""
 
     @abstractmethod
-    def has(self, process_group: Any, ranks: tuple[int, ...], *, timeout_s: float | None) -> bool:
-        """Tell whether ``open`` would find such a group on this rank."""
+    def backend(self, process_group: Any) -> str:
+        """Return the name of the backend that ``process_group`` was made with."""
 
     @abstractmethod
-    def open(
-        self,
-        process_group: Any,
-        ranks: tuple[int, ...],
-        *,
-        timeout_s: float | None,
-        anew: int | None,
-        purpose: str = "rounds",
-    ) -> Group:
-        """Return a group of our own of ``ranks``, made by its members only; equal ones are shared.
-
-        Args:
-            process_group: The parent, whose backend the group has.
-            ranks: Global ranks of the members, this one among them.
-            timeout_s: Of each collective; None for the parent's.
-            anew: None to share the group that all members have; else a number that all members agree on
-                and that none has used, by which a new group is named.
-            purpose: Groups of different purposes are never shared.
-        """
+    def timeout_s(self, process_group: Any) -> float:
+        """Return the timeout that ``process_group`` was made with, in seconds."""
 
     @abstractmethod
-    def share(self, group: Group) -> None:
-        """Count one more user of a group that ``open`` returned."""
+    def name(self, process_group: Any) -> str:
+        """Return a name that is the same on all ranks of ``process_group``."""
 
     @abstractmethod
-    def release(self, group: Group) -> None:
-        """Count one user less of a group that ``open`` returned; the last one destroys it."""
+    def is_alive(self, process_group: Any) -> bool:
+        """Tell whether ``process_group`` was not destroyed."""
 
     @abstractmethod
-    def abandon(self, group: Group) -> None:
-        """Share a group no more: a collective on it failed, and the next ``open`` makes a new one."""
+    def lane(self, process_group: Any) -> Lane:
+        """Return ``process_group`` as a lane."""
 
     @abstractmethod
-    def is_alive(self, group: Group) -> bool:
-        """Tell whether a group that ``open`` returned can still communicate."""
+    def new_lane(self, parent: Any, ranks: tuple[int, ...], *, timeout_s: float, name: str) -> Lane:
+        """Make a process group with the backend of ``parent``; only ``ranks`` call this, all with the same name."""
 
     @abstractmethod
-    def handle(self, group: Group) -> Any:
-        """Return the framework's process group behind a group that ``open`` returned."""
+    def destroy(self, lane: Lane) -> None:
+        """Destroy what ``new_lane`` made."""
+
+    @abstractmethod
+    def marks(self) -> Marks:
+        """Return where the ranks of the world leave marks."""
 
 
-class TensorDescription(NamedTuple):
-    """What the ranks must agree on of one tensor; a tuple, because a model has thousands.
-
-    Attributes:
-        name: Its name where one was given, else its position in the list, as ``#3``.
-        shape: Its shape.
-        dtype: Its dtype, as the framework writes it.
-        order: Its dimensions from the largest stride to the smallest, without those of size 1.
-        device: Which of this rank's devices it is on: the type, and the order of first appearance.
-    """
+class Record(NamedTuple):
+    """What there is to know of a tensor without reading it; equal records mean the same memory."""
 
     name: str
+    address: int
     shape: tuple[int, ...]
-    dtype: str
-    order: tuple[int, ...]
-    device: str
+    stride: tuple[int, ...]
+    dtype: Any
+    device: Any
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions from the largest stride to the smallest, without those of size 1."""
+        return stride_order(self.shape, self.stride)
+
+    @property
+    def end(self) -> int:
+        """The address behind the last element."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return self.address + (last + 1) * int(self.dtype.itemsize)
+
+    @property
+    def may_overlap_itself(self) -> bool:
+        """Whether two elements may lie at one address, as in a sliding window."""
+        reach = 0
+        for dim in reversed(self.order):
+            if self.stride[dim] <= reach:
+                return True
+            reach += (self.shape[dim] - 1) * self.stride[dim]
+        return False
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The tensors of one round as the ranks compare them."""
-
-    descriptions: tuple[TensorDescription, ...]
-    num_elements: int
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Bytes that differ where the descriptions do."""
-        plain = [tuple(description) for description in self.descriptions]
-        # Only digested, never read back; version 2 writes equal values as equal bytes.
-        return blake2b(marshal.dumps(plain, 2), digest_size=16).digest()
+@lru_cache(maxsize=4096)
+def stride_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the dimensions from the largest stride to the smallest, without those of size 1."""
+    dims = [dim for dim, size in enumerate(shape) if size != 1]
+    return tuple(sorted(dims, key=lambda dim: -stride[dim]))
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The tensors of one round, and their listing."""
-
-    tensors: Sequence[Any]
-    listing: Listing
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """What a reduction cost and found.
+class TensorOperations(ABC):
+    """What averaging does with tensors beyond the methods that all frameworks share.
 
     Attributes:
-        wire_bytes: Bytes that this rank sent, by the formula of its collectives.
-        drift: Root mean square over the ranks of the distance from the mean; None if not asked for.
+        tensor_type: The class of all tensors.
+        parameter_type: The class of those that a module trains.
+        float32: The dtype.
+        uint8: The dtype.
+        sixteen_bit: The dtypes that are summed in float32.
     """
 
-    wire_bytes: int
-    drift: float | None
-
-
-class Reducer(ABC):
-    """Chooses what is averaged and replaces it by its mean, in place."""
+    tensor_type: type
+    parameter_type: type
+    float32: Any
+    uint8: Any
+    sixteen_bit: frozenset[Any]
 
     @abstractmethod
-    def select(self, params: Iterable[Any], once_trainable: set[int]) -> Selection:
-        """Read ``params`` once and return what is averaged of it.
+    def record(self, name: str, tensor: Tensor, *, any_dtype: bool) -> Record:
+        """Return what there is to know of ``tensor``.
 
         Args:
-            params: Tensors, ``(name, tensor)`` pairs, or optimizer parameter groups of those.
-            once_trainable: Positions of parameters that were trainable before; those trainable now
-                are added.
+            name: Of the tensor, for the record and the error.
+            tensor: To be written in place.
+            any_dtype: It is copied; else its mean is taken, which not every dtype has.
 
         Raises:
-            InvalidTypeError: an item is none of those.
-            UnsupportedTensorError: a tensor cannot be averaged in place.
+            UnsupportedTensorError: it cannot be written in place.
         """
 
     @abstractmethod
-    def select_all(self, tensors: Iterable[tuple[str, Any]]) -> Selection:
-        """Return named tensors of any dtype as a selection, to broadcast.
+    def dtype_name(self, dtype: Any) -> str:
+        """Return the dtype's name, the same for all frameworks."""
 
-        Raises:
-            InvalidTypeError: an item is not a ``(name, tensor)`` pair.
-            UnsupportedTensorError: a tensor cannot be written in place.
+    @abstractmethod
+    def kind(self, device: Any, dtype: Any) -> Kind:
+        """Return what the buckets of such tensors hold: complex numbers travel as pairs of reals."""
+
+    @abstractmethod
+    def reals(self, tensor: Tensor) -> Tensor:
+        """Return a view of reals as they lie in memory, outside autograd's graph.
+
+        Writing through it bumps the tensor's own version counter, so that autograd notices a round
+        between forward and backward.
         """
 
     @abstractmethod
-    def check(self, selection: Selection, group: Group) -> None:
-        """Raise what must be raised before any communication of ``selection`` over ``group``."""
+    def plain_memory(self) -> AbstractContextManager[None]:
+        """Write without autograd, and keep buffers usable where the caller is in inference mode."""
 
     @abstractmethod
-    def average_(self, selection: Selection, group: Group, *, measure_drift: bool) -> Reduced:
-        """Replace every selected tensor by its mean over ``group``, in place."""
+    def new_bytes(self, num_bytes: int, device: Any) -> Tensor:
+        """Return so many bytes, with whatever was left there."""
 
     @abstractmethod
-    def broadcast_(self, selection: Selection, group: Group) -> None:
-        """Replace every selected tensor by that of the group's first rank, in place."""
+    def copy_(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copy each source into its destination; all have one dtype and device."""
 
     @abstractmethod
-    def snapshot(self, selection: Selection) -> Sequence[Any]:
-        """Return copies of the selected tensors."""
+    def mark_written(self, tensors: Sequence[Tensor]) -> None:
+        """Tell autograd that these changed where they lie: collectives do not."""
 
     @abstractmethod
-    def restore_(self, selection: Selection, snapshot: Sequence[Any]) -> None:
-        """Write copies made by ``snapshot`` back, in place."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the buffers kept between rounds."""
-
-
-@dataclass(frozen=True)
-class Framework:
-    """A tensor framework: how to make its groups, and its reducers.
-
-    Attributes:
-        groups: Makes and shares groups, one for the whole process.
-        new_reducer: Takes the most bytes of a bucket and returns a reducer for one averager.
-    """
-
-    groups: Groups
-    new_reducer: Callable[[int], Reducer]
+    def squared_distance(self, values: Tensor, means: Tensor) -> Tensor:
+        """Return the sum of squares of the difference, taken in float32 at least and summed in float64."""

@@ -1,9 +1,326 @@
-"""PyTorch as the engine sees it."""
+"""PyTorch as averagers sees it: its process groups, and the operations on its tensors."""
 
 from __future__ import annotations
 
-from averagers.reduction.groups import TorchGroups
-from averagers.reduction.interface import Framework
-from averagers.reduction.reducer import TorchReducer
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, final
 
-PYTORCH = Framework(groups=TorchGroups(), new_reducer=TorchReducer)
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parameter import Parameter, is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from averagers.errors import InvalidTypeError, InvalidValueError, NotInitializedError, UnsupportedTensorError
+from averagers.reduction.framework import Framework
+from averagers.reduction.interface import GroupFactory, Lane, Marks, Record, TensorOperations, Work
+from averagers.reduction.layout import Kind
+
+_ORDINARY_TYPES = frozenset({Tensor, Parameter})
+
+_AVERAGED_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.complex128,
+        torch.complex64,
+        torch.complex32,
+    }
+)
+
+
+@final
+class _Work(Work):
+    """A collective of `torch.distributed` under way."""
+
+    def __init__(self, work: dist.Work | None, device_type: str) -> None:
+        assert work is not None
+        self._work = work
+        self._device_type = device_type
+
+    def wait(self) -> None:
+        """On the CPU return when it has ended; on CUDA only the current stream waits."""
+        if self._device_type == "cpu":
+            self.ends_within(float("inf"))
+        else:
+            self._work.wait()  # pragma: only cuda
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait in slices, so that Ctrl-C is heard."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self._device_type != "cpu":  # pragma: only cuda
+                # NCCL's wait takes a timeout as a reason to abort the communicator: ask instead.
+                if self._work.is_completed():  # pragma: only cuda
+                    return bool(self._work.wait())  # pragma: only cuda
+                time.sleep(2e-5)  # pragma: only cuda
+                continue  # pragma: only cuda
+            try:
+                # In whole milliseconds, of which 0 would mean for ever.
+                return bool(self._work.wait(timedelta(milliseconds=math.ceil(1e3 * min(left, 0.5)))))
+            except RuntimeError:
+                if self._work.is_completed():  # it failed; else this slice is over
+                    raise
+        return False
+
+
+@final
+class _Lane(Lane):
+    """A process group of `torch.distributed`."""
+
+    def __init__(self, handle: dist.ProcessGroup) -> None:
+        self.handle = handle
+        self.size = handle.size()
+        # The backend's name for each type of device, such as {"cpu": "gloo", "cuda": "nccl"}.
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(handle).split(","))
+        self.device_types = frozenset(backends)
+        # gloo runs about two operations of a process group at a time. Other backends run them one after
+        # the other on a stream of their own, and would only gain communicators.
+        self.parallel_device_types = frozenset(device for device, backend in backends.items() if backend == "gloo")
+        self._message_device = _message_device(self.device_types)
+
+    def all_reduce(self, values: Tensor) -> Work:
+        return _Work(dist.all_reduce(values, group=self.handle, async_op=True), values.device.type)
+
+    def all_to_all(self, received: Tensor, values: Tensor) -> Work:
+        return _Work(dist.all_to_all_single(received, values, group=self.handle, async_op=True), values.device.type)
+
+    def all_gather(self, gathered: Tensor, values: Tensor) -> Work:
+        return _Work(dist.all_gather_single(gathered, values, group=self.handle, async_op=True), values.device.type)
+
+    def broadcast(self, values: Tensor) -> Work:
+        return _Work(dist.broadcast(values, group=self.handle, group_src=0, async_op=True), values.device.type)
+
+    def maximum(self, values: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
+        message = torch.tensor(values, dtype=torch.int64, device=self._message_device)
+        work = dist.all_reduce(message, dist.ReduceOp.MAX, self.handle, async_op=True)
+        return _Work(work, message.device.type), message.tolist
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._message_device)
+        gathered = torch.empty(self.size * len(payload), dtype=torch.uint8, device=self._message_device)
+        dist.all_gather_single(gathered, own, group=self.handle)
+        return [bytes(row) for row in gathered.view(self.size, -1).tolist()]
+
+
+def _message_device(device_types: frozenset[str]) -> torch.device:
+    """Return where a small message must lie: on the CPU where the backend serves it."""
+    if "cpu" in device_types:
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()  # pragma: only cuda
+    assert accelerator is not None  # pragma: only cuda
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())  # pragma: only cuda
+
+
+@final
+class _StoreMarks(Marks):
+    """Marks in the job's store."""
+
+    def __init__(self) -> None:
+        self._store = c10d.PrefixStore("averagers", c10d._get_default_store())
+
+    def leave(self, mark: str) -> None:
+        self._store.set(mark, "left")
+
+    def is_left(self, mark: str) -> bool:
+        return bool(self._store.check([mark]))
+
+
+@final
+class _GroupFactory(GroupFactory):
+    """Makes process groups of `torch.distributed`.
+
+    `torch.distributed.new_group` must be called by every rank of the world, or, with
+    ``use_local_synchronization=True``, names a group by a count of this process. To make one under a name of
+    ours takes one private call of torch, which this file keeps to itself.
+    """
+
+    def resolve(self, process_group: Any) -> Any:
+        if not dist.is_available() or not dist.is_initialized():
+            raise NotInitializedError(
+                "averaging needs a process group: start the script with torchrun and call "
+                "torch.distributed.init_process_group() before building an averager"
+            )
+        if process_group is None:
+            return dist.group.WORLD
+        if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+            return process_group
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise InvalidTypeError(
+                f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
+                f"of type {type(process_group).__name__}"
+            )
+        if not self.is_alive(process_group):
+            raise InvalidValueError("process_group was destroyed: give one that is in use, or None for all ranks")
+        return process_group
+
+    def members(self, process_group: Any) -> tuple[int, ...] | None:
+        if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+            return None
+        return tuple(dist.get_process_group_ranks(process_group))
+
+    def own_rank(self) -> int:
+        return dist.get_rank()
+
+    def backend(self, process_group: Any) -> str:
+        # As it was spelled when the parent was made: torch takes the spelled out name for another kind.
+        return str(dist.get_backend(process_group))
+
+    def timeout_s(self, process_group: Any) -> float:
+        for device in process_group._device_types:
+            options = getattr(process_group._get_backend(device), "options", None)
+            timeout = getattr(options, "_timeout", None)
+            if timeout is not None:
+                return float(timeout.total_seconds())
+        return float(dist.constants.default_pg_timeout.total_seconds())
+
+    def name(self, process_group: Any) -> str:
+        return str(process_group.group_name)
+
+    def is_alive(self, process_group: Any) -> bool:
+        return process_group in c10d._world.pg_map
+
+    def lane(self, process_group: Any) -> Lane:
+        return _Lane(process_group)
+
+    def new_lane(self, parent: Any, ranks: tuple[int, ...], *, timeout_s: float, name: str) -> Lane:
+        world = dist.group.WORLD
+        assert world is not None
+        # With a device bound to the world, torch would split the new communicator off the world's, and
+        # that is a collective of the whole world: hide the binding while the members make theirs.
+        bound_device, world.bound_device_id = world.bound_device_id, None
+        try:
+            handle: dist.ProcessGroup
+            handle, _ = c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(dist.get_rank()),
+                list(ranks),
+                dist.Backend(dist.get_backend(parent)),
+                c10d._get_default_store(),
+                c10d.GroupName(name),
+                timeout=timedelta(seconds=timeout_s),
+                group_desc="averagers",
+            )
+        finally:
+            world.bound_device_id = bound_device
+        c10d._world.pg_group_ranks[handle] = {rank: index for index, rank in enumerate(ranks)}
+        return _Lane(handle)
+
+    def destroy(self, lane: Lane) -> None:
+        dist.destroy_process_group(lane.handle)
+
+    def marks(self) -> Marks:
+        return _StoreMarks()
+
+
+@final
+class _TensorOperations(TensorOperations):
+    """Operations on torch's tensors."""
+
+    tensor_type = Tensor
+    parameter_type = Parameter
+    float32 = torch.float32
+    uint8 = torch.uint8
+    sixteen_bit = frozenset({torch.bfloat16, torch.float16})
+
+    def record(self, name: str, tensor: Tensor, *, any_dtype: bool) -> Record:
+        if _is_ordinary(tensor, any_dtype):
+            record = Record(name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            if record.address and 0 not in record.stride:
+                return record
+        reason = _unsupported(tensor, any_dtype)
+        if reason:
+            shape = "unknown" if is_lazy(tensor) or tensor.is_nested else str(tuple(tensor.shape))
+            raise UnsupportedTensorError(f"tensor {name} of shape {shape} cannot be averaged: {reason}")
+        return Record(name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def dtype_name(self, dtype: torch.dtype) -> str:
+        return _dtype_name(dtype)
+
+    def kind(self, device: torch.device, dtype: torch.dtype) -> Kind:
+        return _kind(device, dtype)
+
+    def reals(self, tensor: Tensor) -> Tensor:
+        view = tensor.detach()
+        # The mean of conjugates is the conjugate of the mean, and so for negatives: average what lies in memory.
+        if view.is_complex():
+            view = torch.view_as_real(view.conj() if view.is_conj() else view)
+        return torch._neg_view(view) if view.is_neg() else view
+
+    @contextmanager
+    def plain_memory(self) -> Iterator[None]:
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+
+    def new_bytes(self, num_bytes: int, device: torch.device) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def copy_(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(list(destinations), list(sources))
+
+    def mark_written(self, tensors: Sequence[Tensor]) -> None:
+        torch.autograd.graph.increment_version(tensors)
+
+    def squared_distance(self, values: Tensor, means: Tensor) -> Tensor:
+        wide = torch.promote_types(values.dtype, torch.float32)
+        distance: Tensor = torch.linalg.vector_norm(values.to(wide) - means, dtype=torch.float64)
+        return distance.square()
+
+
+@lru_cache(maxsize=256)
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=256)
+def _kind(device: torch.device, dtype: torch.dtype) -> Kind:
+    real = dtype.to_real() if dtype.is_complex else dtype
+    return Kind(device, real, real.itemsize)
+
+
+def _is_ordinary(tensor: Tensor, any_dtype: bool) -> bool:
+    """Tell quickly of nearly all tensors that there is nothing special about their kind."""
+    return (
+        type(tensor) in _ORDINARY_TYPES
+        and tensor.layout is torch.strided
+        and (any_dtype or tensor.dtype in _AVERAGED_DTYPES)
+        and not tensor.is_nested
+        and not tensor.is_inference()
+    )
+
+
+def _unsupported(tensor: Tensor, any_dtype: bool) -> str | None:
+    """Return why ``tensor`` cannot be written in place, or None if it can."""
+    if is_lazy(tensor):
+        return "it is not initialized yet; run one forward pass of the lazy module first"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"it is a {type(tensor).__name__}; average the plain tensors it is made of"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"its layout is {'nested' if tensor.is_nested else tensor.layout}; only dense tensors can be"
+    if not any_dtype and tensor.dtype not in _AVERAGED_DTYPES:
+        return f"its dtype is {tensor.dtype}; keep a copy in float32, bfloat16 or float16 and average that"
+    if tensor.is_meta:
+        return "it is on the meta device and has no values"
+    if tensor.is_inference():
+        return "it was made in torch.inference_mode(), and writing to it would break training after it"
+    if tensor.data_ptr() == 0 and tensor.numel():
+        return "its memory is freed at the moment, as sharding does between steps"
+    if 0 in tensor.stride() and _shares_elements(tensor):
+        return "several of its elements share memory, as expand() makes them; pass the tensor it came from"
+    return None
+
+
+def _shares_elements(tensor: Tensor) -> bool:
+    repeats = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return repeats and tensor.numel() > 0
+
+
+PYTORCH = Framework(_GroupFactory(), _TensorOperations())

@@ -1,25 +1,21 @@
-"""The reducer: walks through the buckets of a round, several in flight, and writes the mean in place."""
+"""The reducer: walks through the buckets of a round, several in flight, and writes the mean in place (pure)."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from math import prod
 from typing import Any, final
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from averagers.errors import InvalidValueError
-from averagers.reduction.groups import TorchGroup, wait
-from averagers.reduction.interface import Group, Listing, Reduced, Reducer, Selection
-from averagers.reduction.layout import Bucket, Kind, plan_buckets
-from averagers.reduction.tensors import (
-    Record,
+from averagers.reduction.groups import Group
+from averagers.reduction.interface import Record, Tensor, TensorOperations, Work
+from averagers.reduction.layout import Bucket, plan_buckets
+from averagers.reduction.selection import (
+    Listing,
     describe,
     elements,
     in_memory_order,
@@ -40,7 +36,19 @@ from averagers.reduction.transfers import (
 # Enough to keep the link busy while one bucket is packed and another unpacked.
 _BUCKETS_IN_FLIGHT = 4
 
-_SIXTEEN_BIT = frozenset({torch.bfloat16, torch.float16})
+
+@final
+@dataclass(frozen=True)
+class Reduced:
+    """What a reduction cost and found.
+
+    Attributes:
+        wire_bytes: Bytes that this rank sent, by the formula of its collectives.
+        drift: Root mean square over the ranks of the distance from the mean; None if not asked for.
+    """
+
+    wire_bytes: int
+    drift: float | None
 
 
 @final
@@ -66,35 +74,44 @@ class _Layout:
 
 @final
 @dataclass(frozen=True)
-class _TorchSelection(Selection):
+class Selection:
+    """The tensors of one round, and how they travel."""
+
+    tensors: Sequence[Tensor]
     layout: _Layout
+
+    @property
+    def listing(self) -> Listing:
+        """The tensors as the ranks compare them."""
+        return self.layout.listing
 
 
 @final
-class TorchReducer(Reducer):
+class Reducer:
     """Averages dense tensors in buckets, in place.
 
     Args:
+        operations: Of the framework whose tensors are averaged.
         bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model, for
             16-bit floats up to twelve.
     """
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, operations: TensorOperations, bucket_bytes: int) -> None:
+        self._operations = operations
         self.bucket_bytes = bucket_bytes
         self._layout = _Layout([], Listing((), 0), ())
-        self._buffers = _new_buffers()
+        self._buffers = self._new_buffers()
 
     def select(self, params: Iterable[Any], once_trainable: set[int]) -> Selection:
-        """Read ``params`` once and return what is averaged of it."""
-        return self._selection(select_tensors(params, once_trainable))
+        """Read ``params`` once and return what is averaged of it, see `select_tensors`."""
+        return self._selection(select_tensors(params, once_trainable, self._operations))
 
     def select_all(self, tensors: Iterable[tuple[str, Any]]) -> Selection:
-        """Return named tensors of any dtype as a selection, to broadcast."""
-        return self._selection(select_every_tensor(tensors))
+        """Return named tensors of any dtype as a selection, to broadcast, see `select_every_tensor`."""
+        return self._selection(select_every_tensor(tensors, self._operations))
 
     def check(self, selection: Selection, group: Group) -> None:
-        """Raise if the group's backend cannot reach a tensor's device."""
-        assert isinstance(group, TorchGroup)
+        """Raise what must be raised before any communication: the group's backend cannot reach a tensor's device."""
         served = ", ".join(sorted(group.device_types))
         for tensor, description in zip(selection.tensors, selection.listing.descriptions, strict=True):
             if tensor.device.type not in group.device_types:
@@ -106,7 +123,7 @@ class TorchReducer(Reducer):
 
     def average_(self, selection: Selection, group: Group, *, measure_drift: bool) -> Reduced:
         """Replace every selected tensor by its mean over ``group``, in place."""
-        drift = DriftMeter() if measure_drift else None
+        drift = DriftMeter(self._operations) if measure_drift else None
         wire_bytes = self._transfer(selection, group, drift=drift)
         if drift is None:
             return Reduced(wire_bytes, None)
@@ -116,31 +133,33 @@ class TorchReducer(Reducer):
         """Replace every selected tensor by that of the group's first rank, in place."""
         self._transfer(selection, group, transfer=Broadcast())
 
-    def snapshot(self, selection: Selection) -> Sequence[Any]:
+    def snapshot(self, selection: Selection) -> Sequence[Tensor]:
         """Return copies of the selected tensors."""
-        with _plain_memory():
-            return [in_memory_order(tensor).clone() for tensor in selection.tensors]
+        with self._operations.plain_memory():
+            return [self._in_memory_order(tensor).clone() for tensor in selection.tensors]
 
-    def restore_(self, selection: Selection, snapshot: Sequence[Any]) -> None:
+    def restore_(self, selection: Selection, snapshot: Sequence[Tensor]) -> None:
         """Write copies made by ``snapshot`` back, in place."""
-        with _plain_memory():
+        with self._operations.plain_memory():
             for tensor, saved in zip(selection.tensors, snapshot, strict=True):
-                in_memory_order(tensor).copy_(saved)
+                self._in_memory_order(tensor).copy_(saved)
 
     def close(self) -> None:
         """Free the buffers kept between rounds."""
-        self._buffers = _new_buffers()
+        self._buffers = self._new_buffers()
 
-    def _selection(self, selected: list[tuple[Record, Tensor]]) -> _TorchSelection:
+    def _selection(self, selected: list[tuple[Record, Tensor]]) -> Selection:
         records = [record for record, _ in selected]
         if records != self._layout.records:
-            buckets = plan_buckets(
-                [record.shape.numel() * (2 if record.dtype.is_complex else 1) for record in records],
-                [_kind(record.device, record.dtype) for record in records],
-                bucket_bytes=self.bucket_bytes,
-            )
-            self._layout = _Layout(records, describe(records), buckets)
-        return _TorchSelection([tensor for _, tensor in selected], self._layout.listing, self._layout)
+            kinds = [self._operations.kind(record.device, record.dtype) for record in records]
+            # A complex number is two elements of its bucket.
+            sizes = [
+                prod(record.shape) * (record.dtype.itemsize // kind.itemsize)
+                for record, kind in zip(records, kinds, strict=True)
+            ]
+            buckets = plan_buckets(sizes, kinds, bucket_bytes=self.bucket_bytes)
+            self._layout = _Layout(records, describe(records, self._operations), buckets)
+        return Selection([tensor for _, tensor in selected], self._layout)
 
     def _transfer(
         self,
@@ -151,37 +170,48 @@ class TorchReducer(Reducer):
         drift: DriftMeter | None = None,
     ) -> int:
         """Run every bucket through its transfer, and return the bytes that this rank sent."""
-        assert isinstance(group, TorchGroup)
-        assert isinstance(selection, _TorchSelection)
-        layout = selection.layout
         wire_bytes = 0.0
 
         def runs() -> Iterator[_Run]:
             nonlocal wire_bytes
-            for index, bucket in enumerate(layout.buckets):
-                load = _load(bucket, selection.tensors, layout, drift)
-                chosen = transfer or _mean_of(load.blocks[0].dtype)
+            for index, bucket in enumerate(selection.layout.buckets):
+                load = self._load(bucket, selection, drift)
+                chosen = transfer or self._mean_of(bucket.kind.dtype)
                 wire_bytes += chosen.wire_bytes(load, group.size)
                 lane = group.lane(index, bucket.kind.device.type)
                 buffers = self._buffers[index % _BUCKETS_IN_FLIGHT]
-                lag = _BUCKETS_IN_FLIGHT // chosen.num_collectives
-                yield _Run(chosen.run(load, lane, buffers), lag, bucket.kind.device.type)
+                yield _Run(chosen.run(load, lane, buffers), _BUCKETS_IN_FLIGHT // chosen.num_collectives)
 
-        with _plain_memory():
+        with self._operations.plain_memory():
             try:
                 _run_pipeline(runs())
             except BaseException:
                 # Collectives still under way may write into these buffers.
-                self._buffers = _new_buffers()
+                self._buffers = self._new_buffers()
                 raise
         return round(wire_bytes)
 
+    def _load(self, bucket: Bucket, selection: Selection, drift: DriftMeter | None) -> Load:
+        """Bind a bucket to the tensors as they are now."""
+        blocks: list[Tensor] = []
+        for slot in bucket.slots:
+            blocks.extend(elements(self._in_memory_order(selection.tensors[slot.tensor]), slot.start, slot.stop))
+        in_place = (
+            len(blocks) == 1
+            and drift is None
+            and blocks[0].is_contiguous()
+            and bucket.slots[0].tensor not in selection.layout.shared_memory
+        )
+        return Load(blocks, bucket.num_elements, in_place, drift, self._operations)
 
-@contextmanager
-def _plain_memory() -> Iterator[None]:
-    """Write without autograd, and keep buffers usable where the caller is in inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    def _in_memory_order(self, tensor: Tensor) -> Tensor:
+        return in_memory_order(self._operations.reals(tensor))
+
+    def _mean_of(self, dtype: Any) -> Transfer:
+        return ExchangeMean() if dtype in self._operations.sixteen_bit else AllReduceMean()
+
+    def _new_buffers(self) -> tuple[Buffers, ...]:
+        return tuple(Buffers(self._operations) for _ in range(_BUCKETS_IN_FLIGHT))
 
 
 @dataclass
@@ -191,21 +221,19 @@ class _Run:
     Attributes:
         steps: Yields each collective that it has started.
         lag: How many buckets are started between two steps of this one.
-        device_type: Where the bucket lies.
         due: The tick of the next step.
         work: The collective to wait for then.
     """
 
-    steps: Generator[dist.Work, None, None]
+    steps: Generator[Work, None, None]
     lag: int
-    device_type: str
     due: int = 0
-    work: dist.Work | None = None
+    work: Work | None = None
 
     def advance(self, tick: int) -> bool:
         """Wait for the collective under way and go on; False at the end."""
         if self.work is not None:
-            wait(self.work, self.device_type)
+            self.work.wait()
         self.work = next(self.steps, None)
         self.due = tick + self.lag
         return self.work is not None
@@ -233,32 +261,3 @@ def _advance_due(under_way: deque[_Run], tick: int) -> None:
     for run in [run for run in under_way if run.due == tick]:
         if not run.advance(tick):
             under_way.remove(run)
-
-
-def _load(bucket: Bucket, tensors: Sequence[Tensor], layout: _Layout, drift: DriftMeter | None) -> Load:
-    """Bind a bucket to the tensors as they are now."""
-    blocks: list[Tensor] = []
-    for slot in bucket.slots:
-        blocks.extend(elements(in_memory_order(tensors[slot.tensor]), slot.start, slot.stop))
-    in_place = (
-        len(blocks) == 1
-        and drift is None
-        and blocks[0].is_contiguous()
-        and bucket.slots[0].tensor not in layout.shared_memory
-    )
-    return Load(blocks, bucket.num_elements, in_place, drift)
-
-
-def _new_buffers() -> tuple[Buffers, ...]:
-    return tuple(Buffers() for _ in range(_BUCKETS_IN_FLIGHT))
-
-
-def _mean_of(dtype: torch.dtype) -> Transfer:
-    return ExchangeMean() if dtype in _SIXTEEN_BIT else AllReduceMean()
-
-
-@lru_cache(maxsize=256)
-def _kind(device: torch.device, dtype: torch.dtype) -> Kind:
-    """Return what a tensor's buckets hold: complex numbers travel as pairs of reals."""
-    real = dtype.to_real() if dtype.is_complex else dtype
-    return Kind(device, real, real.itemsize)

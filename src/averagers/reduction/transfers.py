@@ -1,9 +1,9 @@
-"""How one bucket crosses the group: the collectives, and the arithmetic between them.
+"""How one bucket crosses the group: the collectives, and the arithmetic between them (pure).
 
 Streams: on CUDA everything here runs on the caller's current stream. An asynchronous collective
 makes the backend's stream wait for it, and ``Work.wait`` makes it wait for the backend's, without
 holding the thread; so a buffer is written again only after what read it, and the caller's next
-kernel sees the mean. The caching allocator is told by torch of tensors that a collective holds.
+kernel sees the mean. The caching allocator is told by the framework of tensors that a collective holds.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from averagers.reduction.interface import Lane, Tensor, TensorOperations, Work
 
 
 @final
@@ -23,19 +21,18 @@ from torch import Tensor
 class DriftMeter:
     """Sums the squared distance of this rank's tensors from the mean."""
 
+    operations: TensorOperations
     _squares: list[Tensor] = field(default_factory=list)
 
     def add(self, values: Sequence[Tensor], means: Sequence[Tensor]) -> None:
         """Add the distance between tensors and their means."""
         for value, mean in zip(values, means, strict=True):
-            wide = torch.promote_types(value.dtype, torch.float32)
-            distance = torch.linalg.vector_norm(value.to(wide) - mean, dtype=torch.float64)
-            self._squares.append(distance.square())
+            self._squares.append(self.operations.squared_distance(value, mean))
 
     @property
     def total(self) -> float:
         """The sum so far; waits for the device."""
-        return sum(square.item() for square in self._squares)
+        return float(sum(square.item() for square in self._squares))
 
 
 @final
@@ -43,15 +40,16 @@ class DriftMeter:
 class Buffers:
     """Staging memory of one bucket in flight, kept between rounds; a buffer grows when it must."""
 
-    _memory: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+    operations: TensorOperations
+    _memory: dict[tuple[str, Any], Tensor] = field(default_factory=dict)
 
-    def take(self, role: str, num_elements: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def take(self, role: str, num_elements: int, like: Tensor, dtype: Any = None) -> Tensor:
         """Return a flat buffer on the device of ``like``; its content is what was left there."""
         dtype = dtype or like.dtype
         num_bytes = num_elements * dtype.itemsize
         memory = self._memory.get((role, like.device))
         if memory is None or memory.numel() < num_bytes:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+            memory = self.operations.new_bytes(num_bytes, like.device)
             self._memory[role, like.device] = memory
         return memory[:num_bytes].view(dtype)
 
@@ -66,27 +64,29 @@ class Load:
         num_elements: How many elements they have in all.
         in_place: There is one block, flat and nobody else's, so that it can be reduced where it lies.
         drift: Measures the distance from the mean; None if nobody asked.
+        operations: Of the framework whose tensors these are.
     """
 
     blocks: list[Tensor]
     num_elements: int
     in_place: bool
     drift: DriftMeter | None
+    operations: TensorOperations
 
     def pack(self, buffer: Tensor) -> None:
         """Copy the blocks into the start of ``buffer``, one after the other."""
-        torch._foreach_copy_(self._slots(buffer), self.blocks)
+        self.operations.copy_(self._slots(buffer), self.blocks)
 
     def unpack(self, buffer: Tensor) -> None:
         """Copy the start of ``buffer`` back into the blocks."""
         slots = self._slots(buffer)
         if self.drift:
             self.drift.add(self.blocks, slots)
-        torch._foreach_copy_(self.blocks, slots)
+        self.operations.copy_(self.blocks, slots)
 
     def mark_written(self) -> None:
         """Tell autograd that the blocks changed where they lie: collectives do not."""
-        torch.autograd.graph.increment_version(self.blocks)
+        self.operations.mark_written(self.blocks)
 
     def _slots(self, buffer: Tensor) -> list[Tensor]:
         sizes = [block.numel() for block in self.blocks]
@@ -104,7 +104,7 @@ class Transfer(ABC):
     num_collectives: int
 
     @abstractmethod
-    def run(self, load: Load, lane: dist.ProcessGroup, buffers: Buffers) -> Generator[dist.Work, None, None]:
+    def run(self, load: Load, lane: Lane, buffers: Buffers) -> Generator[Work, None, None]:
         """Start the collectives of one bucket, each after the wait for the one before."""
 
     @abstractmethod
@@ -121,15 +121,15 @@ class AllReduceMean(Transfer):
 
     num_collectives = 1
 
-    def run(self, load: Load, lane: dist.ProcessGroup, buffers: Buffers) -> Generator[dist.Work, None, None]:
+    def run(self, load: Load, lane: Lane, buffers: Buffers) -> Generator[Work, None, None]:
         """Yield one all-reduce."""
         if load.in_place:
             flat = load.blocks[0]
         else:
             flat = buffers.take("values", load.num_elements, load.blocks[0])
             load.pack(flat)
-        flat.div_(lane.size())
-        yield dist.all_reduce(flat, group=lane, async_op=True)
+        flat.div_(lane.size)
+        yield lane.all_reduce(flat)
         if load.in_place:
             load.mark_written()
         else:
@@ -137,7 +137,7 @@ class AllReduceMean(Transfer):
 
     def wire_bytes(self, load: Load, group_size: int) -> float:
         """Return ``2 (n - 1) / n`` of the bucket's bytes, as a ring sends."""
-        return 2 * (group_size - 1) / group_size * load.num_elements * load.blocks[0].itemsize
+        return 2 * (group_size - 1) / group_size * load.num_elements * float(load.blocks[0].itemsize)
 
 
 @final
@@ -150,9 +150,9 @@ class ExchangeMean(Transfer):
 
     num_collectives = 2
 
-    def run(self, load: Load, lane: dist.ProcessGroup, buffers: Buffers) -> Generator[dist.Work, None, None]:
+    def run(self, load: Load, lane: Lane, buffers: Buffers) -> Generator[Work, None, None]:
         """Yield an all-to-all and an all-gather."""
-        size = lane.size()
+        size = lane.size
         part = -(-load.num_elements // size)
         in_place = load.in_place and load.num_elements == part * size
         if in_place:
@@ -162,16 +162,16 @@ class ExchangeMean(Transfer):
             load.pack(values)
             values[load.num_elements :].zero_()
         received = buffers.take("received", part * size, values)
-        yield dist.all_to_all_single(received, values, group=lane, async_op=True)
+        yield lane.all_to_all(received, values)
         # A power of two keeps the bits and the sum of bfloat16's largest numbers finite.
         scale = 2.0 ** -(size - 1).bit_length()
-        total = buffers.take("total", part, values, torch.float32)
+        total = buffers.take("total", part, values, load.operations.float32)
         total.copy_(received[:part]).mul_(scale)
         for start in range(part, part * size, part):
             total.add_(received[start : start + part], alpha=scale)
         total.div_(size * scale)
         mean = received[:part].copy_(total)
-        yield dist.all_gather_single(values, mean, group=lane, async_op=True)
+        yield lane.all_gather(values, mean)
         if in_place:
             load.mark_written()
         else:
@@ -180,7 +180,7 @@ class ExchangeMean(Transfer):
     def wire_bytes(self, load: Load, group_size: int) -> float:
         """Return twice the ``n - 1`` parts that this rank sends to the others."""
         part = -(-load.num_elements // group_size)
-        return 2 * (group_size - 1) * part * load.blocks[0].itemsize
+        return 2 * (group_size - 1) * part * float(load.blocks[0].itemsize)
 
 
 @final
@@ -189,13 +189,13 @@ class Broadcast(Transfer):
 
     num_collectives = 1
 
-    def run(self, load: Load, lane: dist.ProcessGroup, buffers: Buffers) -> Generator[dist.Work, None, None]:
+    def run(self, load: Load, lane: Lane, buffers: Buffers) -> Generator[Work, None, None]:
         """Yield one broadcast."""
         values = buffers.take("values", load.num_elements, load.blocks[0])
         load.pack(values)
-        yield dist.broadcast(values.view(torch.uint8), group=lane, group_src=0, async_op=True)
+        yield lane.broadcast(values.view(load.operations.uint8))
         load.unpack(values)
 
     def wire_bytes(self, load: Load, group_size: int) -> float:
         """Return the bucket's bytes, the most that a rank passes on in a tree."""
-        return load.num_elements * load.blocks[0].itemsize
+        return load.num_elements * float(load.blocks[0].itemsize)

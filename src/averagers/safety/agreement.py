@@ -13,7 +13,8 @@ from hashlib import blake2b
 from typing import Any, final
 
 from averagers.errors import DisagreementError
-from averagers.reduction.interface import Group, Listing
+from averagers.reduction.groups import Group
+from averagers.reduction.selection import Listing
 
 _ADVICE = {
     "step": "every rank must call average_parameters and finish equally often",

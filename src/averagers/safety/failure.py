@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from averagers.errors import RoundFailedError
-from averagers.reduction.interface import Group
+from averagers.reduction.groups import Group
 from averagers.safety.agreement import format_ranks
 
 

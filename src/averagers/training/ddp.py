@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from averagers.errors import InvalidTypeError, InvalidValueError
-from averagers.reduction.groups import node_of_each_rank
-from averagers.reduction.interface import Group
+from averagers.reduction.groups import Group, node_of_each_rank
 from averagers.reduction.pytorch import PYTORCH
 from averagers.safety.agreement import Statement, agree
 
@@ -53,7 +52,7 @@ class PostLocalSGDState:
         self._node: Group | None = None
         if subgroup is None:
             self._node = _open_node_group(averager.process_group, ranks)
-            self.subgroup: dist.ProcessGroup = PYTORCH.groups.handle(self._node)
+            self.subgroup: dist.ProcessGroup = self._node.handle
         elif PYTORCH.groups.members(PYTORCH.groups.resolve(subgroup)) is None:
             raise InvalidValueError("this rank is not in subgroup: give each rank the subgroup that it belongs to")
         else:

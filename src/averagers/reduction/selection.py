@@ -1,0 +1,185 @@
+"""What is averaged: reads the caller's ``params`` once, checks every tensor, and describes the list (pure)."""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from math import prod
+from typing import Any, NamedTuple
+
+from averagers.errors import InvalidTypeError
+from averagers.reduction.interface import Record, Tensor, TensorOperations, stride_order
+
+
+class TensorDescription(NamedTuple):
+    """What the ranks must agree on of one tensor; a tuple, because a model has thousands.
+
+    Attributes:
+        name: Its name where one was given, else its position in the list, as ``#3``.
+        shape: Its shape.
+        dtype: The name of its dtype.
+        order: Its dimensions from the largest stride to the smallest, without those of size 1.
+        device: Which of this rank's devices it is on: the type, and the order of first appearance.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    order: tuple[int, ...]
+    device: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The tensors of one round as the ranks compare them."""
+
+    descriptions: tuple[TensorDescription, ...]
+    num_elements: int
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Bytes that differ where the descriptions do."""
+        plain = [tuple(description) for description in self.descriptions]
+        # Only digested, never read back; version 2 writes equal values as equal bytes.
+        return blake2b(marshal.dumps(plain, 2), digest_size=16).digest()
+
+
+def select_tensors(
+    params: Iterable[Any], once_trainable: set[int], operations: TensorOperations
+) -> list[tuple[Record, Tensor]]:
+    """Read ``params`` once and return what is averaged, each tensor once, with what tells it apart.
+
+    Floating and complex tensors are averaged, except a parameter that is not trainable and whose
+    position is not in ``once_trainable``. Positions of trainable parameters are added there.
+
+    Raises:
+        InvalidTypeError: an item is not a tensor, a ``(name, tensor)`` pair or a parameter group.
+        UnsupportedTensorError: a tensor cannot be averaged in place.
+    """
+    parameter_type: Any = operations.parameter_type
+    selected: dict[int | tuple[Any, ...], tuple[Record, Tensor]] = {}
+    for position, (name, tensor) in enumerate(_named_tensors(params, operations.tensor_type)):
+        if type(tensor) is parameter_type or isinstance(tensor, parameter_type):  # the first is faster
+            if tensor.requires_grad:
+                once_trainable.add(position)
+            elif position not in once_trainable:
+                continue
+        if tensor.is_floating_point() or tensor.is_complex():
+            record = operations.record(name, tensor, any_dtype=False)
+            place: int | tuple[Any, ...] = record.address or (position,)
+            if place in selected:  # listed twice, or another view of memory that begins here
+                place = place if selected[place][0][1:] == record[1:] else record[1:]
+            selected.setdefault(place, (record, tensor))
+    return list(selected.values())
+
+
+def select_every_tensor(
+    tensors: Iterable[tuple[str, Any]], operations: TensorOperations
+) -> list[tuple[Record, Tensor]]:
+    """Read named tensors of any dtype, to copy them from rank to rank.
+
+    Raises:
+        InvalidTypeError: an item is not a ``(name, tensor)`` pair.
+        UnsupportedTensorError: a tensor cannot be written in place.
+    """
+    named = _named_tensors(tensors, operations.tensor_type)
+    return [(operations.record(name, tensor, any_dtype=True), tensor) for name, tensor in named]
+
+
+def describe(records: Sequence[Record], operations: TensorOperations) -> Listing:
+    """Describe the tensors as the ranks compare them."""
+    dtype_name = operations.dtype_name
+    devices: dict[Any, str] = {}
+    for record in records:
+        devices.setdefault(record.device, f"{record.device.type}:{len(devices)}")
+    descriptions = tuple(
+        TensorDescription(name, tuple(shape), dtype_name(dtype), stride_order(shape, stride), devices[device])
+        for name, _, shape, stride, dtype, device in records
+    )
+    return Listing(descriptions, sum(prod(record.shape) for record in records))
+
+
+def overlapping(records: Sequence[Record]) -> frozenset[int]:
+    """Return the positions of tensors whose span of memory overlaps another's, or that may overlap themselves."""
+    spans = sorted((record.address, record.end, position) for position, record in enumerate(records) if record.address)
+    positions = {position for position, record in enumerate(records) if record.may_overlap_itself}
+    end, last = 0, -1
+    for start, stop, position in spans:
+        if start < end:
+            positions.update((position, last))
+        if stop > end:
+            end, last = stop, position
+    return frozenset(positions)
+
+
+def in_memory_order(view: Tensor) -> Tensor:
+    """Return a view whose last dimension lies closest in memory."""
+    if view.is_contiguous():
+        return view
+    unit_dims = [dim for dim, size in enumerate(view.shape) if size == 1]
+    return view.permute((*unit_dims, *stride_order(tuple(view.shape), view.stride())))
+
+
+def elements(view: Tensor, start: int, stop: int) -> list[Tensor]:
+    """Return views that together hold elements ``start`` to ``stop`` of ``view``, counted row by row."""
+    if start == stop:
+        return []
+    if view.is_contiguous():
+        return [view.view(-1)[start:stop]]
+    row_size = view.numel() // view.shape[0]
+    first, last = -(-start // row_size), stop // row_size
+    if first > last:
+        return elements(view[last], start - last * row_size, stop - last * row_size)
+    head = elements(view[first - 1], start % row_size, row_size) if start % row_size else []
+    body = [view[first:last]] if first < last else []
+    tail = elements(view[last], 0, stop % row_size) if stop % row_size else []
+    return head + body + tail
+
+
+def _named_tensors(params: Any, tensor_type: type) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name, tensor)`` of everything in ``params``; a tensor without a name is ``#position``."""
+    if isinstance(params, (tensor_type, str, Mapping)) or not isinstance(params, Iterable):
+        raise InvalidTypeError(
+            "params must be an iterable of tensors, (name, tensor) pairs or parameter groups, such as "
+            f"model.parameters(), got a single {type(params).__name__}"
+        )
+    position = 0
+    for index, item in enumerate(params):
+        if isinstance(item, tensor_type):
+            yield f"#{position}", item
+            position += 1
+            continue
+        for name, tensor in _named_items(item, index, tensor_type):
+            yield name or f"#{position}", tensor
+            position += 1
+
+
+def _named_items(item: Any, index: int, tensor_type: type) -> Iterator[tuple[str | None, Tensor]]:
+    if _is_pair(item, tensor_type):
+        yield item
+    elif isinstance(item, Mapping) and "params" in item:
+        members = item["params"]
+        members = [members] if isinstance(members, tensor_type) else list(members)
+        names = item.get("param_names", [None] * len(members))
+        for member_index, (name, member) in enumerate(zip(names, members, strict=True)):
+            if isinstance(member, tensor_type):
+                yield name, member
+            elif _is_pair(member, tensor_type):
+                yield member
+            else:
+                raise _wrong_item(member, f"params[{index}]['params'][{member_index}]")
+    else:
+        raise _wrong_item(item, f"params[{index}]")
+
+
+def _is_pair(item: Any, tensor_type: type) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], tensor_type)
+
+
+def _wrong_item(item: Any, where: str) -> InvalidTypeError:
+    return InvalidTypeError(
+        f"{where} must be a tensor, a (name, tensor) pair or a parameter group with 'params', got {type(item).__name__}"
+    )
