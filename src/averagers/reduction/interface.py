@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 from averagers.reduction.layout import Kind
@@ -150,6 +151,17 @@ class Record(NamedTuple):
     device: Any
 
     @property
+    def is_freed(self) -> bool:
+        """Whether there are elements, but no memory."""
+        return not self.address and prod(self.shape) > 0
+
+    @property
+    def repeats_elements(self) -> bool:
+        """Whether one element stands at several places, as in an expanded tensor."""
+        repeats = any(stride == 0 and size > 1 for stride, size in zip(self.stride, self.shape, strict=True))
+        return repeats and prod(self.shape) > 0
+
+    @property
     def order(self) -> tuple[int, ...]:
         """The dimensions from the largest stride to the smallest, without those of size 1."""
         return stride_order(self.shape, self.stride)
@@ -184,29 +196,30 @@ class TensorOperations(ABC):
     Attributes:
         tensor_type: The class of all tensors.
         parameter_type: The class of those that a module trains.
+        lazy_types: The classes of those that have no shape yet.
+        strided: The layout of a dense tensor.
+        averaged_dtypes: The dtypes that have a mean.
+        sixteen_bit: Of these, those that are summed in float32.
         float32: The dtype.
         uint8: The dtype.
-        sixteen_bit: The dtypes that are summed in float32.
     """
 
     tensor_type: type
     parameter_type: type
+    lazy_types: tuple[type, ...]
+    strided: Any
+    averaged_dtypes: frozenset[Any]
+    sixteen_bit: frozenset[Any]
     float32: Any
     uint8: Any
-    sixteen_bit: frozenset[Any]
 
     @abstractmethod
-    def record(self, name: str, tensor: Tensor, *, any_dtype: bool) -> Record:
-        """Return what there is to know of ``tensor``.
+    def record(self, name: str, tensor: Tensor) -> Record:
+        """Return what there is to know of ``tensor``; its address is 0 where it has no elements."""
 
-        Args:
-            name: Of the tensor, for the record and the error.
-            tensor: To be written in place.
-            any_dtype: It is copied; else its mean is taken, which not every dtype has.
-
-        Raises:
-            UnsupportedTensorError: it cannot be written in place.
-        """
+    @abstractmethod
+    def refusal(self, tensor: Tensor) -> str | None:
+        """Return why this framework cannot write ``tensor`` in place, beyond what is the same for all."""
 
     @abstractmethod
     def dtype_name(self, dtype: Any) -> str:

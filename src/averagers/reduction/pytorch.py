@@ -14,27 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.parameter import Parameter, is_lazy
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from averagers.errors import InvalidTypeError, InvalidValueError, NotInitializedError, UnsupportedTensorError
+from averagers.errors import InvalidTypeError, InvalidValueError, NotInitializedError
 from averagers.reduction.framework import Framework
 from averagers.reduction.interface import GroupFactory, Lane, Marks, Record, TensorOperations, Work
 from averagers.reduction.layout import Kind
 
 _ORDINARY_TYPES = frozenset({Tensor, Parameter})
-
-_AVERAGED_DTYPES = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.complex128,
-        torch.complex64,
-        torch.complex32,
-    }
-)
 
 
 @final
@@ -227,20 +215,30 @@ class _TensorOperations(TensorOperations):
 
     tensor_type = Tensor
     parameter_type = Parameter
+    lazy_types = (UninitializedParameter, UninitializedBuffer)
+    strided = torch.strided
+    sixteen_bit = frozenset({torch.bfloat16, torch.float16})
+    averaged_dtypes = sixteen_bit | {
+        torch.float64,
+        torch.float32,
+        torch.complex128,
+        torch.complex64,
+        torch.complex32,
+    }
     float32 = torch.float32
     uint8 = torch.uint8
-    sixteen_bit = frozenset({torch.bfloat16, torch.float16})
 
-    def record(self, name: str, tensor: Tensor, *, any_dtype: bool) -> Record:
-        if _is_ordinary(tensor, any_dtype):
-            record = Record(name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            if record.address and 0 not in record.stride:
-                return record
-        reason = _unsupported(tensor, any_dtype)
-        if reason:
-            shape = "unknown" if is_lazy(tensor) or tensor.is_nested else str(tuple(tensor.shape))
-            raise UnsupportedTensorError(f"tensor {name} of shape {shape} cannot be averaged: {reason}")
+    def record(self, name: str, tensor: Tensor) -> Record:
         return Record(name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def refusal(self, tensor: Tensor) -> str | None:
+        if type(tensor) not in _ORDINARY_TYPES and is_traceable_wrapper_subclass(tensor):
+            return f"it is a {type(tensor).__name__}; average the plain tensors it is made of"
+        if tensor.is_nested:
+            return "its layout is nested; only dense tensors can be"
+        if tensor.is_meta:
+            return "it is on the meta device and has no values"
+        return None
 
     def dtype_name(self, dtype: torch.dtype) -> str:
         return _dtype_name(dtype)
@@ -284,43 +282,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _kind(device: torch.device, dtype: torch.dtype) -> Kind:
     real = dtype.to_real() if dtype.is_complex else dtype
     return Kind(device, real, real.itemsize)
-
-
-def _is_ordinary(tensor: Tensor, any_dtype: bool) -> bool:
-    """Tell quickly of nearly all tensors that there is nothing special about their kind."""
-    return (
-        type(tensor) in _ORDINARY_TYPES
-        and tensor.layout is torch.strided
-        and (any_dtype or tensor.dtype in _AVERAGED_DTYPES)
-        and not tensor.is_nested
-        and not tensor.is_inference()
-    )
-
-
-def _unsupported(tensor: Tensor, any_dtype: bool) -> str | None:
-    """Return why ``tensor`` cannot be written in place, or None if it can."""
-    if is_lazy(tensor):
-        return "it is not initialized yet; run one forward pass of the lazy module first"
-    if is_traceable_wrapper_subclass(tensor):
-        return f"it is a {type(tensor).__name__}; average the plain tensors it is made of"
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return f"its layout is {'nested' if tensor.is_nested else tensor.layout}; only dense tensors can be"
-    if not any_dtype and tensor.dtype not in _AVERAGED_DTYPES:
-        return f"its dtype is {tensor.dtype}; keep a copy in float32, bfloat16 or float16 and average that"
-    if tensor.is_meta:
-        return "it is on the meta device and has no values"
-    if tensor.is_inference():
-        return "it was made in torch.inference_mode(), and writing to it would break training after it"
-    if tensor.data_ptr() == 0 and tensor.numel():
-        return "its memory is freed at the moment, as sharding does between steps"
-    if 0 in tensor.stride() and _shares_elements(tensor):
-        return "several of its elements share memory, as expand() makes them; pass the tensor it came from"
-    return None
-
-
-def _shares_elements(tensor: Tensor) -> bool:
-    repeats = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return repeats and tensor.numel() > 0
 
 
 PYTORCH = Framework(_GroupFactory(), _TensorOperations())

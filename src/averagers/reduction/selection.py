@@ -10,7 +10,7 @@ from hashlib import blake2b
 from math import prod
 from typing import Any, NamedTuple
 
-from averagers.errors import InvalidTypeError
+from averagers.errors import InvalidTypeError, UnsupportedTensorError
 from averagers.reduction.interface import Record, Tensor, TensorOperations, stride_order
 
 
@@ -68,7 +68,7 @@ def select_tensors(
             elif position not in once_trainable:
                 continue
         if tensor.is_floating_point() or tensor.is_complex():
-            record = operations.record(name, tensor, any_dtype=False)
+            record = _checked_record(name, tensor, operations, any_dtype=False)
             place: int | tuple[Any, ...] = record.address or (position,)
             if place in selected:  # listed twice, or another view of memory that begins here
                 place = place if selected[place][0][1:] == record[1:] else record[1:]
@@ -86,7 +86,7 @@ def select_every_tensor(
         UnsupportedTensorError: a tensor cannot be written in place.
     """
     named = _named_tensors(tensors, operations.tensor_type)
-    return [(operations.record(name, tensor, any_dtype=True), tensor) for name, tensor in named]
+    return [(_checked_record(name, tensor, operations, any_dtype=True), tensor) for name, tensor in named]
 
 
 def describe(records: Sequence[Record], operations: TensorOperations) -> Listing:
@@ -183,3 +183,45 @@ def _wrong_item(item: Any, where: str) -> InvalidTypeError:
     return InvalidTypeError(
         f"{where} must be a tensor, a (name, tensor) pair or a parameter group with 'params', got {type(item).__name__}"
     )
+
+
+def _checked_record(name: str, tensor: Tensor, operations: TensorOperations, *, any_dtype: bool) -> Record:
+    """Return the record of ``tensor``, or raise if it cannot be written in place."""
+    reason = _refusal_unread(tensor, operations, any_dtype)
+    if reason is None:
+        record = operations.record(name, tensor)
+        if record.address and 0 not in record.stride:
+            return record
+        reason = _refusal_of_memory(record)
+        if reason is None:
+            return record
+    try:
+        shape = str(tuple(tensor.shape))
+    except RuntimeError:  # it has none
+        shape = "unknown"
+    raise UnsupportedTensorError(f"tensor {name} of shape {shape} cannot be averaged: {reason}")
+
+
+def _refusal_unread(tensor: Tensor, operations: TensorOperations, any_dtype: bool) -> str | None:
+    """Return why ``tensor`` cannot be written in place by what it is; None if it can."""
+    if isinstance(tensor, operations.lazy_types):
+        return "it is not initialized yet; run one forward pass of the lazy module first"
+    reason = operations.refusal(tensor)
+    if reason is not None:
+        return reason
+    if tensor.layout != operations.strided:
+        return f"its layout is {tensor.layout}; only dense tensors can be"
+    if not any_dtype and tensor.dtype not in operations.averaged_dtypes:
+        return f"its dtype is {tensor.dtype}; keep a copy in float32, bfloat16 or float16 and average that"
+    if tensor.is_inference():
+        return "it was made in inference_mode(), and writing to it would break training after it"
+    return None
+
+
+def _refusal_of_memory(record: Record) -> str | None:
+    """Return why a tensor cannot be written in place by where its elements lie; None if it can."""
+    if record.is_freed:
+        return "its memory is freed at the moment, as sharding does between steps"
+    if record.repeats_elements:
+        return "several of its elements share memory, as expand() makes them; pass the tensor it came from"
+    return None
