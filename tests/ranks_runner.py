@@ -17,6 +17,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import frameworks
+from frameworks import dist, lib
+
 # What ranks would else import one by one: torch's optimizers need its compiler.
 _PRELOADED = [
     "pytest",
@@ -26,6 +29,8 @@ _PRELOADED = [
     "averagers.reduction.pytorch",
     "averagers.training.ddp",
     "averagers.training.optimizer",
+    "averagers.tensorplay",
+    "tensorplay.distributed.optim",
 ]
 
 
@@ -60,7 +65,7 @@ def run_ranks(
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            setting = (rank, world_size, rendezvous, group_timeout_s, initialize)
+            setting = (rank, world_size, rendezvous, group_timeout_s, initialize, frameworks.current())
             process = context.Process(target=_rank_main, args=(function, args, setting, sender), daemon=True)
             process.start()
             sender.close()
@@ -115,11 +120,9 @@ def _collect(pipes: list[Any], deadline: float) -> dict[int, tuple[str, Any]]:
 
 def _rank_main(function: Callable[..., Any], args: Any, setting: Any, sender: Any) -> None:
     gc.freeze()  # what was preloaded need not be searched for garbage, which takes 0.1 s at the end
-    import torch
-    import torch.distributed as dist
-
-    rank, world_size, rendezvous, group_timeout_s, initialize = setting
-    torch.set_num_threads(1)
+    rank, world_size, rendezvous, group_timeout_s, initialize, framework = setting
+    frameworks.use(framework)
+    lib.set_num_threads(1)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
     warnings.simplefilter("error")
     try:

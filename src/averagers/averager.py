@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any, final
+from typing import Any, ClassVar
 
 from averagers.engine import ModelAverager, ScheduledAverager
 from averagers.events import Observer
@@ -161,9 +161,10 @@ class HierarchicalModelAverager(ScheduledAverager):
         )
 
 
-@final
-class _SingleRounds(ScheduledAverager):
-    """One round at each call, without a count."""
+class SingleRounds(ScheduledAverager):
+    """One round at each call, without a count: what ``average_parameters`` is made of."""
+
+    _kept: ClassVar[dict[tuple[type, Any], SingleRounds]] = {}
 
     def __init__(self, process_group: Any) -> None:
         super().__init__(
@@ -177,14 +178,21 @@ class _SingleRounds(ScheduledAverager):
             measure_drift=False,
         )
 
+    @classmethod
+    def of(cls, process_group: Any) -> SingleRounds:
+        """Return the one for ``process_group``, kept until that is destroyed."""
+        handle = cls._framework().groups.resolve(process_group)
+        for stale in [known for known, rounds in cls._kept.items() if not rounds.is_usable]:
+            del cls._kept[stale]
+        if (cls, handle) not in cls._kept:
+            cls._kept[cls, handle] = cls(handle)
+        return cls._kept[cls, handle]
+
     def average_parameters(self, params: Iterable[Any]) -> None:
         """Average ``params`` now."""
         self.step = 0
         self._once_trainable = set()
         super().average_parameters(params)
-
-
-_single_rounds: dict[Any, _SingleRounds] = {}
 
 
 def average_parameters(params: Iterable[Any], process_group: Any = None) -> None:
@@ -206,12 +214,7 @@ def average_parameters(params: Iterable[Any], process_group: Any = None) -> None
     Example:
         >>> averagers.average_parameters(model.parameters())
     """
-    handle = ScheduledAverager._framework().groups.resolve(process_group)
-    for stale in [known for known, rounds in _single_rounds.items() if not rounds.is_usable]:
-        del _single_rounds[stale]
-    if handle not in _single_rounds:
-        _single_rounds[handle] = _SingleRounds(handle)
-    _single_rounds[handle].average_parameters(params)
+    SingleRounds.of(process_group).average_parameters(params)
 
 
 def _warn_of_period_one(longest_period: int) -> None:

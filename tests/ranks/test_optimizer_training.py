@@ -1259,3 +1259,43 @@ def _two_attachments(rank: int) -> list[bool]:
 
 def test_of_two_attachments_to_one_optimizer_the_last_to_leave_gives_the_scale_back() -> None:
     assert run_ranks(_two_attachments, 1) == [[True, True, True, False]]
+
+
+def rebuilt(rank: int) -> int:
+    """As in a notebook whose cell runs again: the handle and the optimizer of before are gone."""
+    averager = averagers.PeriodicModelAverager(4)
+    weight = nn.Parameter(torch.zeros(1))
+    gc.disable()
+    for _ in range(2):
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        averagers.attach(optimizer, averager)
+        optimizer.step()
+    return averager.step
+
+
+def test_an_averager_may_follow_a_new_optimizer_once_the_old_one_is_gone() -> None:
+    assert run_ranks(rebuilt, 1) == [2]
+
+
+class Normalizer(nn.Module):
+    """Has running statistics that are no moments of the same thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("running_mean", torch.zeros(3))
+        self.register_buffer("running_var", torch.tensor(1.0))
+
+
+def odd_statistics(rank: int) -> list[float]:
+    module = Normalizer()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    averagers.attach(optimizer, averagers.PeriodicModelAverager(4), module=module)
+    module.running_mean.fill_(rank)
+    module.running_var.fill_(rank)
+    optimizer.step()
+    return [module.running_mean[0].item(), module.running_var.item()]
+
+
+def test_running_statistics_of_unequal_shapes_are_averaged_like_other_buffers() -> None:
+    assert run_ranks(odd_statistics, 2) == [[0.5, 0.5]] * 2

@@ -11,28 +11,27 @@ from typing import Any
 
 import pytest
 
-import averagers
+import averagers as package
+import frameworks
+from frameworks import averagers, dist, lib
 from ranks_runner import run_ranks
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-MODULES = sorted(module.name for module in pkgutil.walk_packages(averagers.__path__, "averagers."))
+MODULES = sorted(module.name for module in pkgutil.walk_packages(package.__path__, "averagers."))
 
 
 def names_that_examples_use(folder: str) -> dict[str, Any]:
     """What a reader has at hand: a model, an optimizer, data, a place for files."""
-    import torch
-    import torch.distributed as dist
-
-    model = torch.nn.Linear(3, 2)
-    data = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(3)]
+    model = lib.nn.Linear(3, 2)
+    data = [(lib.randn(4, 3), lib.randn(4, 2)) for _ in range(3)]
     return {
-        "torch": torch,
+        "torch": lib,
         "dist": dist,
         "averagers": averagers,
         "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loss_fn": torch.nn.MSELoss(),
+        "optimizer": lib.optim.SGD(model.parameters(), lr=0.1),
+        "loss_fn": lib.nn.MSELoss(),
         "data": data,
         "batch": data[0][0],
         "labels": data[0][1],
@@ -76,15 +75,17 @@ WITH_EXAMPLES = [name for name in MODULES if ">>>" in Path(importlib.import_modu
 
 @pytest.mark.parametrize("module_name", WITH_EXAMPLES)
 def test_the_examples_in_the_docstrings_run(module_name: str, tmp_path: Path) -> None:
+    frameworks.use("tensorplay" if module_name == "averagers.tensorplay" else "torch")
     tries, failures, output = run_ranks(run_docstrings, 1, module_name, str(tmp_path))[0]
+    frameworks.use("torch")
     assert tries > 0
     assert failures == 0, output
 
 
 def test_every_public_name_is_documented_with_an_example_where_it_is_called() -> None:
-    for name in averagers.__all__:
-        value = getattr(averagers, name)
+    for name in package.__all__:
+        value = getattr(package, name)
         if isinstance(value, type) and not issubclass(value, Exception):
             assert value.__doc__, name
     for name in ("attach", "average_parameters", "PeriodicModelAverager", "HierarchicalModelAverager"):
-        assert ">>>" in getattr(averagers, name).__doc__
+        assert ">>>" in getattr(package, name).__doc__

@@ -73,6 +73,11 @@ class Load:
     drift: DriftMeter | None
     operations: TensorOperations
 
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return int(self.blocks[0].dtype.itemsize)
+
     def pack(self, buffer: Tensor) -> None:
         """Copy the blocks into the start of ``buffer``, one after the other."""
         self.operations.copy_(self._slots(buffer), self.blocks)
@@ -137,7 +142,7 @@ class AllReduceMean(Transfer):
 
     def wire_bytes(self, load: Load, group_size: int) -> float:
         """Return ``2 (n - 1) / n`` of the bucket's bytes, as a ring sends."""
-        return 2 * (group_size - 1) / group_size * load.num_elements * float(load.blocks[0].itemsize)
+        return 2 * (group_size - 1) / group_size * load.num_elements * load.itemsize
 
 
 @final
@@ -180,7 +185,7 @@ class ExchangeMean(Transfer):
     def wire_bytes(self, load: Load, group_size: int) -> float:
         """Return twice the ``n - 1`` parts that this rank sends to the others."""
         part = -(-load.num_elements // group_size)
-        return 2 * (group_size - 1) * part * float(load.blocks[0].itemsize)
+        return 2 * (group_size - 1) * part * load.itemsize
 
 
 @final
@@ -198,4 +203,4 @@ class Broadcast(Transfer):
 
     def wire_bytes(self, load: Load, group_size: int) -> float:
         """Return the bucket's bytes, the most that a rank passes on in a tree."""
-        return load.num_elements * float(load.blocks[0].itemsize)
+        return load.num_elements * load.itemsize

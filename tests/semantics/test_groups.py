@@ -7,22 +7,17 @@ import pickle
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-import averagers
+from frameworks import averagers, dist, lib, num_groups
 from ranks_runner import run_ranks
+
+pytestmark = pytest.mark.usefixtures("framework")
 
 
 def mean_after_a_round(averager: Any, rank: int) -> float:
-    tensor = torch.tensor([float(rank)])
+    tensor = lib.tensor([float(rank)])
     averager.average_parameters([tensor])
     return float(tensor.item())
-
-
-def num_groups() -> int:
-    return len(c10d._world.pg_map)
 
 
 def subset_then_world_then_reopened(rank: int) -> Any:
@@ -106,18 +101,6 @@ def test_equal_groups_are_shared_between_levels_averagers_and_copies_and_the_las
         assert mean == 0.5
 
 
-def own_timeout(rank: int) -> Any:
-    default = averagers.PeriodicModelAverager(2)
-    short = averagers.PeriodicModelAverager(2, timeout_s=7.5)
-    groups = [averager._level_groups[0] for averager in (default, short)]
-    options = [g.handle._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
-    return options, groups[0] is groups[1]
-
-
-def test_a_group_has_its_parents_timeout_unless_given_another() -> None:
-    assert run_ranks(own_timeout, 2, group_timeout_s=23) == [([23.0, 7.5], False)] * 2
-
-
 def closed_and_destroyed(rank: int) -> Any:
     averager = averagers.PeriodicModelAverager(2)
     twin = copy.copy(averager)
@@ -125,16 +108,16 @@ def closed_and_destroyed(rank: int) -> Any:
     messages = []
     for action in (averager.average_parameters, averager.finish, lambda p: averager.load_state_dict({})):
         with pytest.raises(averagers.ClosedError) as caught:
-            action([torch.zeros(1)])
+            action([lib.zeros(1)])
         messages.append(str(caught.value))
-    with pytest.raises(averagers.ClosedError), averager.averaged([torch.zeros(1)]):
+    with pytest.raises(averagers.ClosedError), averager.averaged([lib.zeros(1)]):
         pass
     dist.destroy_process_group()
     twin.close()
     with pytest.raises(averagers.NotInitializedError, match="init_process_group"):
         averagers.PeriodicModelAverager(2)
-    with pytest.raises(averagers.NotInitializedError, match="torchrun"):
-        averagers.average_parameters([torch.zeros(1)])
+    with pytest.raises(averagers.NotInitializedError, match="start the script with"):
+        averagers.average_parameters([lib.zeros(1)])
     return messages
 
 
@@ -148,7 +131,7 @@ def reinitialized(rank: int, folder: str) -> Any:
         dist.init_process_group("gloo", init_method=f"file://{folder}/{attempt}", rank=rank, world_size=2)
         averager = averagers.PeriodicModelAverager(2)
         means.append(mean_after_a_round(averager, rank))
-        tensor = torch.tensor([float(rank)])
+        tensor = lib.tensor([float(rank)])
         averagers.average_parameters([tensor])
         means.append(tensor.item())
         dist.destroy_process_group()
@@ -172,7 +155,7 @@ def wrong_groups(rank: int) -> Any:
 
 def test_a_process_group_that_is_none_or_destroyed_is_refused_by_name() -> None:
     not_a_group, destroyed = run_ranks(wrong_groups, 2)[0]
-    assert "process_group must be a torch.distributed.ProcessGroup or None, got 'world' of type str" in not_a_group
+    assert ".distributed.ProcessGroup or None, got 'world' of type str" in not_a_group
     assert "process_group was destroyed" in destroyed
 
 
@@ -191,23 +174,26 @@ def test_deepcopy_copies_the_step_and_pickle_names_state_dict() -> None:
     assert run_ranks(copies, 2) == [(5, 3, [2], text)] * 2
 
 
-class EveryStep(averagers.ModelAverager):
-    """What a user may write."""
+def every_step() -> Any:
+    """Return what a user may write, on the framework in use."""
 
-    def average_parameters(self, params: Any) -> None:
-        averagers.average_parameters(params, self.process_group)
-        self.step += 1
+    class EveryStep(averagers.ModelAverager):
+        def average_parameters(self, params: Any) -> None:
+            averagers.average_parameters(params, self.process_group)
+            self.step += 1
+
+    return EveryStep()
 
 
 def subclass(rank: int) -> Any:
-    averager = EveryStep()
+    averager = every_step()
     twin = copy.deepcopy(averager)
     mean = mean_after_a_round(averager, rank)
     shallow = copy.copy(averager)
     for wrong in (-1, 1.0, True, "1"):
         with pytest.raises((TypeError, ValueError), match="step"):
             averager.step = wrong
-    return mean, averager.step, twin.step, shallow.step, averager.process_group is dist.group.WORLD
+    return mean, averager.step, twin.step, shallow.step, averager.process_group is dist.GroupMember.WORLD
 
 
 def test_a_subclass_of_model_averager_needs_average_parameters_only() -> None:
@@ -218,7 +204,7 @@ def test_a_subclass_of_model_averager_needs_average_parameters_only() -> None:
 
 def round_amid_the_callers_collectives(rank: int) -> Any:
     averager = averagers.PeriodicModelAverager(2)
-    other = torch.full((1000,), float(rank))
+    other = lib.full((1000,), float(rank))
     pending = dist.all_reduce(other, async_op=True) if rank == 0 else None
     mean = mean_after_a_round(averager, rank)
     pending = pending or dist.all_reduce(other, async_op=True)
@@ -228,35 +214,3 @@ def round_amid_the_callers_collectives(rank: int) -> Any:
 
 def test_a_round_never_pairs_with_a_collective_of_the_caller() -> None:
     assert run_ranks(round_amid_the_callers_collectives, 2) == [(0.5, 1.0)] * 2
-
-
-def fake_world() -> Any:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=1234, world_size=4096)
-    averager = averagers.HierarchicalModelAverager({2: 8, 8: 64, 32: 512, 128: 2048, 512: 4096})
-    groups = averager.period_process_group_dict
-    return {period: (g.size(), dist.get_process_group_ranks(g)[0]) for period, g in groups.items()}
-
-
-def members_only(rank: int) -> Any:
-    before = num_groups()
-    found = fake_world()
-    return found, num_groups() - before
-
-
-def test_a_rank_of_4096_makes_only_its_own_groups() -> None:
-    found, made = run_ranks(members_only, 1, initialize=False)[0]
-    assert found == {2: (8, 1232), 8: (64, 1216), 32: (512, 1024), 128: (2048, 0), 512: (4096, 0)}
-    assert made == 5 + 1  # and the world
-
-
-def bound_device(rank: int) -> Any:
-    world = dist.group.WORLD
-    world.bound_device_id = torch.device("cuda", 0)
-    averager = averagers.PeriodicModelAverager(2)
-    return str(world.bound_device_id), str(averager._level_groups[0].handle.bound_device_id)
-
-
-def test_a_device_bound_to_the_world_does_not_make_new_groups_a_collective_of_the_world() -> None:
-    assert run_ranks(bound_device, 2) == [("cuda:0", "None")] * 2

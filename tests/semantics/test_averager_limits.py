@@ -6,11 +6,11 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-import averagers
+from frameworks import averagers, dist, lib
 from ranks_runner import run_ranks
+
+pytestmark = pytest.mark.usefixtures("framework")
 
 
 def refusal(build: Any) -> str:
@@ -89,7 +89,7 @@ def test_a_wrong_argument_is_refused_by_name_value_and_rule() -> None:
 
 def alone(rank: int) -> Any:
     averager = averagers.HierarchicalModelAverager({1: 1, 2: 1})
-    weight = torch.nn.Parameter(torch.tensor([1.0, -0.0]))
+    weight = lib.nn.Parameter(lib.tensor([1.0, -0.0]))
     address, version = weight.data_ptr(), weight._version
     for _ in range(3):
         averager.average_parameters([weight])
@@ -111,7 +111,7 @@ def destroyed_world(rank: int) -> Any:
     averager = averagers.PeriodicModelAverager(2)
     usable = averager.is_usable
     dist.destroy_process_group()
-    return usable, averager.is_usable, refusal(lambda: averager.average_parameters([torch.zeros(1)]))
+    return usable, averager.is_usable, refusal(lambda: averager.average_parameters([lib.zeros(1)]))
 
 
 def test_after_the_process_group_was_destroyed_a_round_says_so() -> None:
@@ -124,7 +124,7 @@ def test_after_the_process_group_was_destroyed_a_round_says_so() -> None:
 def unserved_device(rank: int) -> Any:
     averager = averagers.PeriodicModelAverager(2)
     averager._level_groups[0].lanes[0].device_types = frozenset({"cuda"})  # as NCCL's are
-    return refusal(lambda: averager.average_parameters([("weight", torch.zeros(1))]))
+    return refusal(lambda: averager.average_parameters([("weight", lib.zeros(1))]))
 
 
 def test_a_tensor_where_the_backend_cannot_reach_is_refused_before_anything_is_sent() -> None:
@@ -132,42 +132,11 @@ def test_a_tensor_where_the_backend_cannot_reach_is_refused_before_anything_is_s
         assert "tensor weight is on cpu, but the process group's backend serves cuda only" in refused
 
 
-def node_group(rank: int) -> Any:
-    before = len(dist.distributed_c10d._world.pg_map)
-    averager = averagers.PeriodicModelAverager(4, warmup_steps=1)
-    state = averagers.PostLocalSGDState(averager)
-    of_node = dist.get_process_group_ranks(state.subgroup)
-    during_warmup = state.group is averager.process_group
-    averager.step = 1
-    after_warmup = state.group is state.subgroup
-    averager.close()
-    state.close()
-    state.close()
-    return of_node, during_warmup, after_warmup, len(dist.distributed_c10d._world.pg_map) - before
-
-
-def test_the_ranks_of_a_node_are_its_hosts_and_their_group_is_released() -> None:
-    assert run_ranks(node_group, 2) == [([0, 1], True, True, 0)] * 2
-
-
-def two_nodes(rank: int) -> Any:
-    import socket
-
-    socket.gethostname = lambda: f"node-{rank % 2}"
-    state = averagers.PostLocalSGDState(averagers.PeriodicModelAverager(4))
-    return dist.get_process_group_ranks(state.subgroup), repr(state)
-
-
-def test_ranks_on_two_nodes_get_the_group_of_their_own() -> None:
-    groups = [ranks for ranks, _ in run_ranks(two_nodes, 4)]
-    assert groups == [[0, 2], [1, 3], [0, 2], [1, 3]]
-
-
 def quiet_run(rank: int) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         averager = averagers.HierarchicalModelAverager({1: 1, 2: 2})
-        averager.average_parameters([torch.zeros(3)])
+        averager.average_parameters([lib.zeros(3)])
     with pytest.warns(UserWarning, match="period of 1"):
         averagers.HierarchicalModelAverager({1: 2})
     return averager.step

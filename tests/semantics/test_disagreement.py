@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import pytest
 
-import averagers
+from frameworks import averagers, lib
 from ranks_runner import run_ranks
+
+pytestmark = pytest.mark.usefixtures("framework")
 
 
 def outcome(action: Callable[[], Any]) -> str:
@@ -20,8 +22,8 @@ def outcome(action: Callable[[], Any]) -> str:
     return "nothing raised"
 
 
-def values(count: int = 3) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.full((4, 4), float(index))) for index in range(count)]
+def values(count: int = 3) -> list[lib.nn.Parameter]:
+    return [lib.nn.Parameter(lib.full((4, 4), float(index))) for index in range(count)]
 
 
 def every_disagreement(rank: int) -> dict[str, str]:
@@ -40,14 +42,14 @@ def every_disagreement(rank: int) -> dict[str, str]:
     attempt("step", off_by_a_round)
     found["step did not advance"] = str(averager.step == (2 if rank == 3 else 0))
     attempt("count", lambda: averager.average_parameters(params[: 2 if rank == 3 else 3]))
-    attempt("shape", lambda: averager.average_parameters([("w", params[0] if rank else torch.zeros(4, 5))]))
-    attempt("dtype", lambda: averager.average_parameters([params[0] if rank else torch.zeros(4, 4).double()]))
-    attempt("strides", lambda: averager.average_parameters([params[0] if rank else torch.zeros(4, 4).t()]))
+    attempt("shape", lambda: averager.average_parameters([("w", params[0] if rank else lib.zeros(4, 5))]))
+    attempt("dtype", lambda: averager.average_parameters([params[0] if rank else lib.zeros(4, 4).double()]))
+    attempt("strides", lambda: averager.average_parameters([params[0] if rank else lib.zeros(4, 4).t()]))
     attempt("names", lambda: averager.average_parameters([("a" if rank else "b", params[0])]))
     attempt("call", lambda: averager.average_parameters(params) if rank else averager.finish(params))
     attempt("emptiness", lambda: averager.average_parameters(params if rank else []))
     found["unchanged"] = str(all((p == index).all().item() for index, p in enumerate(params)))
-    with torch.no_grad():
+    with lib.no_grad():
         params[0].fill_(rank)
     attempt("agreement afterwards", lambda: averager.average_parameters(params))
     found["averaged"] = str(params[0][0, 0].item())

@@ -8,18 +8,18 @@ import time
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-import averagers
+from frameworks import averagers, dist, lib, num_groups
 from ranks_runner import run_ranks
+
+pytestmark = pytest.mark.usefixtures("framework")
 
 TIMEOUT_S = 2.0
 MOMENTS_S = 6.0  # the survivors give each other some seconds to say that they came
 
 
-def params() -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
+def params() -> list[lib.nn.Parameter]:
+    return [lib.nn.Parameter(lib.randn(64, 64)) for _ in range(3)]
 
 
 def seen_failure(action: Any) -> tuple[str, str, tuple[int, ...], float]:
@@ -79,7 +79,7 @@ def test_a_killed_rank_is_named_long_before_the_timeout(victim: int) -> None:
         assert seconds < 15
 
 
-class _DiesWhenRead(averagers.Observer):
+class _DiesWhenRead:
     def __call__(self, event: averagers.Event) -> None:
         if isinstance(event, averagers.RoundStarted):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -88,7 +88,7 @@ class _DiesWhenRead(averagers.Observer):
 def killed_in_the_middle(rank: int) -> Any:
     observers = [_DiesWhenRead()] if rank == 1 else []
     averager = averagers.PeriodicModelAverager(2, timeout_s=20, observers=observers)
-    mine = [torch.nn.Parameter(torch.full((1000, 1000), float(rank)))]
+    mine = [lib.nn.Parameter(lib.full((1000, 1000), float(rank)))]
     failure = seen_failure(lambda: averager.average_parameters(mine))
     return failure, averager.step, averager.is_usable
 
@@ -142,7 +142,7 @@ def test_a_rank_that_refuses_its_own_input_raises_at_once_and_is_named_by_the_ot
 def recover(rank: int) -> Any:
     seen: list[averagers.Event] = []
     averager = averagers.PeriodicModelAverager(2, timeout_s=2, observers=[seen.append])
-    mine = [torch.nn.Parameter(torch.tensor([float(rank)]))]
+    mine = [lib.nn.Parameter(lib.tensor([float(rank)]))]
     saved = averager.state_dict()
     if rank:
         failure = seen_failure(lambda: averager.average_parameters(mine))[0]
@@ -211,19 +211,18 @@ def test_an_interrupted_round_leaves_the_averager_refusing_further_use() -> None
 
 
 def killed_while_groups_are_made(rank: int) -> Any:
-    from torch.distributed import distributed_c10d as c10d
+    groups = averagers.ModelAverager._framework().groups
+    make = groups._factory.new_lane
 
-    make = c10d._new_process_group_helper
-
-    def make_or_die(*args: Any, **options: Any) -> Any:
-        if rank == 1 and args[5].endswith("/2"):
+    def make_or_die(*args: Any, name: str, **options: Any) -> Any:
+        if rank == 1 and name.endswith("/2"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return make(*args, **options)
+        return make(*args, name=name, **options)
 
-    c10d._new_process_group_helper = make_or_die
-    before = len(c10d._world.pg_map)
+    groups._factory.new_lane = make_or_die
+    before = num_groups()
     failure = seen_failure(lambda: averagers.PeriodicModelAverager(2, timeout_s=TIMEOUT_S))
-    return failure, len(c10d._world.pg_map) - before
+    return failure, num_groups() - before
 
 
 def test_a_rank_killed_while_groups_are_made_is_named_and_no_group_is_left() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
-import averagers
+from frameworks import averagers, dist, lib
 from ranks_runner import run_ranks
+
+pytestmark = pytest.mark.usefixtures("framework")
 
 
 def message_of(action: Any) -> str:
@@ -24,8 +22,8 @@ def message_of(action: Any) -> str:
     return ""
 
 
-def value(rank: int) -> torch.Tensor:
-    return torch.tensor([float(rank)])
+def value(rank: int) -> lib.Tensor:
+    return lib.tensor([float(rank)])
 
 
 def swapped_averagers(rank: int) -> Any:
@@ -46,7 +44,7 @@ def test_two_averagers_called_in_another_order_on_each_rank_are_not_averaged_int
 
 def generator_read_twice(rank: int) -> Any:
     averager = averagers.PeriodicModelAverager(4, warmup_steps=1)
-    params = nn.Linear(1, 1).parameters()
+    params = lib.nn.Linear(1, 1).parameters()
     averager.average_parameters(params)
     return message_of(lambda: averager.average_parameters(params)), averager.step
 
@@ -141,59 +139,3 @@ def late(rank: int) -> Any:
 
 def test_a_rank_that_comes_after_the_timeout_is_named_as_one_that_did_not() -> None:
     assert "rank 1 did not come within the timeout of 2 s" in run_ranks(late, 2)[0]
-
-
-def gradients_after_a_failure(rank: int) -> Any:
-    averager = averagers.PeriodicModelAverager(4, timeout_s=2)
-    state = averagers.PostLocalSGDState(averager)
-    averager.step = 4
-    if rank == 0:
-        message_of(lambda: averager.average_parameters([value(rank)]))
-    dist.barrier()
-    gradient = value(rank)
-    dist.all_reduce(gradient, group=state.subgroup)
-    return gradient.item()
-
-
-def test_the_group_for_gradients_outlives_a_failed_round() -> None:
-    assert run_ranks(gradients_after_a_failure, 2) == [1.0] * 2
-
-
-def rebuilt(rank: int) -> int:
-    """As in a notebook whose cell runs again: the handle and the optimizer of before are gone."""
-    averager = averagers.PeriodicModelAverager(4)
-    weight = nn.Parameter(torch.zeros(1))
-    gc.disable()
-    for _ in range(2):
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        averagers.attach(optimizer, averager)
-        optimizer.step()
-    return averager.step
-
-
-def test_an_averager_may_follow_a_new_optimizer_once_the_old_one_is_gone() -> None:
-    assert run_ranks(rebuilt, 1) == [2]
-
-
-class Normalizer(nn.Module):
-    """Has running statistics that are no moments of the same thing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.register_buffer("running_mean", torch.zeros(3))
-        self.register_buffer("running_var", torch.tensor(1.0))
-
-
-def odd_statistics(rank: int) -> list[float]:
-    module = Normalizer()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    averagers.attach(optimizer, averagers.PeriodicModelAverager(4), module=module)
-    module.running_mean.fill_(rank)
-    module.running_var.fill_(rank)
-    optimizer.step()
-    return [module.running_mean[0].item(), module.running_var.item()]
-
-
-def test_running_statistics_of_unequal_shapes_are_averaged_like_other_buffers() -> None:
-    assert run_ranks(odd_statistics, 2) == [[0.5, 0.5]] * 2
