@@ -5,17 +5,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
-RUN_PINS := requirements/runtime.txt requirements/plot.txt requirements/build.txt
+RUN_PINS := requirements/runtime.txt requirements/plot.txt requirements/tensorplay.txt requirements/build.txt
 DEV_PINS := requirements/dev.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo demo-tensorplay test check bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.run ## train a small model three ways and compare them (ARGS="--help" for its options)
 	@$(BIN)/averagers demo $(ARGS)
+
+demo-tensorplay: $(VENV)/.run ## train a small model with TensorPlay on 4 processes
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tensorplay.distributed.run --nproc-per-node 4 -- examples/train_tensorplay.py $(ARGS)
 
 test: $(VENV)/.dev ## run all tests, with coverage over every process
 	@OMP_NUM_THREADS=1 COVERAGE_FILE="$(CURDIR)/.coverage" $(BIN)/python -m pytest -q --cov --cov-report=term
@@ -26,7 +29,7 @@ check: $(VENV)/.dev ## check format, lint, types and the direction of imports
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
-bench: $(VENV)/.run ## measure a round against torch's (needs a quiet machine)
+bench: $(VENV)/.run ## measure a round against torch's and TensorPlay's (needs a quiet machine)
 	@$(BIN)/python benchmarks/rounds.py $(ARGS)
 
 clean: ## remove .venv and all that the other targets wrote, but no benchmark results

@@ -1,4 +1,4 @@
-"""What a round costs, beside torch's own averager and a bare all-reduce, in one run.
+"""What a round costs, beside torch's and TensorPlay's own averagers and a bare all-reduce, in one run.
 
     make bench                                   # all of it, about 5 minutes
     python benchmarks/rounds.py --quick          # small models, to try the script
@@ -14,6 +14,7 @@ import gc
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -38,7 +39,12 @@ MIB = 2**20
 
 def transformer_shapes(millions: int) -> list[tuple[int, ...]]:
     """Shapes of a decoder's parameters, about ``millions`` million elements."""
-    width, layers, vocabulary = {2: (128, 4, 9000), 24: (512, 6, 10000), 100: (768, 12, 20000)}[millions]
+    width, layers, vocabulary = {
+        2: (128, 4, 9000),
+        10: (384, 4, 8000),
+        24: (512, 6, 10000),
+        100: (768, 12, 20000),
+    }[millions]
     shapes: list[tuple[int, ...]] = [(vocabulary, width)]
     for _ in range(layers):
         shapes += [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
@@ -63,15 +69,16 @@ def side_by_side(actions: dict[str, Callable[[], float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def timed(action: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
 def round_times(millions: int, dtype_name: str) -> dict[str, float]:
     dtype = getattr(torch, dtype_name)
     params = parameters(millions, dtype)
     flat = torch.randn(sum(p.numel() for p in params)).to(dtype)
-
-    def timed(action: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        action()
-        return time.perf_counter() - start
 
     def torch_round() -> float:
         storages = [p.data for p in params]
@@ -92,6 +99,41 @@ def round_times(millions: int, dtype_name: str) -> dict[str, float]:
             "all_reduce": lambda: timed(bare),
         }
     )
+
+
+def tensorplay_round_times(millions: int) -> dict[str, float]:
+    import tensorplay as tp
+    import tensorplay.distributed as tp_dist
+    from tensorplay.distributed.algorithms.model_averaging import utils as tensorplay_averaging
+
+    import averagers.tensorplay
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    tp.set_num_threads(1)
+    tp.manual_seed(dist.get_rank())
+    tp_dist.init_process_group(
+        "gloo", init_method=f"file://{folder[0]}/rendezvous", rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+    params = [tp.nn.Parameter(tp.randn(shape)) for shape in transformer_shapes(millions)]
+
+    def own_round() -> float:
+        storages = [p.data for p in params]
+        world = tp_dist.GroupMember.WORLD
+        with tp.no_grad():
+            elapsed = timed(lambda: tensorplay_averaging.average_parameters(iter(params), world))
+        for p, storage in zip(params, storages, strict=True):
+            p.data = storage
+        return elapsed
+
+    averagers.tensorplay.average_parameters(params)  # makes the groups
+    times = side_by_side(
+        {"averagers": lambda: timed(lambda: averagers.tensorplay.average_parameters(params)), "tensorplay": own_round}
+    )
+    tp_dist.destroy_process_group()
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+    return times
 
 
 def peak_extra_mib(millions: int) -> dict[str, float]:
@@ -225,6 +267,11 @@ def measure(quick: bool) -> list[dict[str, Any]]:
                 limit,
                 seconds=times,
             )
+    for size in (2, 4):
+        millions = 2 if quick else 10
+        times = on_ranks(size, tensorplay_round_times, millions)
+        name = f"float32 round on TensorPlay, {millions}M parameters, {size} ranks / TensorPlay's"
+        row(name, times["averagers"] / times["tensorplay"], "", 1.0, seconds=times)
     for size in (2, 4):
         millions = 2 if quick else 100
         extra = on_ranks(size, peak_extra_mib, millions)

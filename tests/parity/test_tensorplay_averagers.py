@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import random
 import subprocess
 import sys
@@ -135,6 +136,19 @@ def _wrapped(rank: int) -> tuple[list[float], list[float], int, int]:
 def test_tensorplays_post_local_sgd_optimizer_runs_and_saves_our_averager(on_tensorplay: None) -> None:
     # From 0 and 1 two steps of -1 and -2, averaged after the second.
     assert run_ranks(_wrapped, 2) == [([-2.5] * 3, [9.0] * 3, 2, 2)] * 2
+
+
+def test_the_example_trains_and_ends_as_one_model() -> None:
+    launcher = [sys.executable, "-m", "tensorplay.distributed.run", "--nproc-per-node", "4", "--"]
+    program = [*launcher, "examples/train_tensorplay.py", "--steps", "102"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line and "Averager" not in line)
+    before, after = (float(figures[f"validation loss {when} training"].split()[0]) for when in ("before", "after"))
+    assert after < 0.6 * before
+    assert float(figures["drift before the last round"]) > 0.1
+    assert figures["drift after it"] == "0"
 
 
 @pytest.mark.parametrize("name", ["ModelAverager", "PeriodicModelAverager", "HierarchicalModelAverager"])

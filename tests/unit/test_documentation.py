@@ -53,7 +53,9 @@ def run_block(rank: int, block: str, folder: str) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_every_python_block_of_the_readme_runs(block: str, tmp_path: Path) -> None:
+    frameworks.use("tensorplay" if "tensorplay" in block else "torch")
     run_ranks(run_block, 1, block, str(tmp_path))
+    frameworks.use("torch")
 
 
 def run_docstrings(rank: int, module_name: str, folder: str) -> tuple[int, int, str]:

@@ -44,8 +44,8 @@ class Bucket:
 def plan_buckets(sizes: Sequence[int], kinds: Sequence[Kind], *, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Cut tensors into buckets of at most ``bucket_bytes``, nearly equal in size.
 
-    A tensor of a bucket's size and more has buckets of its own; the smaller ones of a kind share
-    buckets, in their order, and may be cut at a bucket's end.
+    A tensor of half a bucket's size and more has buckets of its own, so that it need not be copied; the
+    smaller ones of a kind share buckets, in their order, and may be cut at a bucket's end.
 
     Args:
         sizes: Number of elements of each tensor.
@@ -55,7 +55,7 @@ def plan_buckets(sizes: Sequence[int], kinds: Sequence[Kind], *, bucket_bytes: i
     small: dict[Kind, list[int]] = {}
     buckets: list[Bucket] = []
     for tensor, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
-        if size * kind.itemsize >= bucket_bytes:
+        if 2 * size * kind.itemsize >= bucket_bytes:
             buckets.extend(_cut([tensor], sizes, kind, bucket_bytes))
         elif size:
             small.setdefault(kind, []).append(tensor)

@@ -128,7 +128,8 @@ def elements(view: Tensor, start: int, stop: int) -> list[Tensor]:
     if start == stop:
         return []
     if view.is_contiguous():
-        return [view.view(-1)[start:stop]]
+        flat = view if view.dim() == 1 else view.view(-1)
+        return [flat[start:stop] if stop - start < flat.numel() else flat]
     row_size = view.numel() // view.shape[0]
     first, last = -(-start // row_size), stop // row_size
     if first > last:

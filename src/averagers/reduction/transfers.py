@@ -96,7 +96,9 @@ class Load:
     def _slots(self, buffer: Tensor) -> list[Tensor]:
         sizes = [block.numel() for block in self.blocks]
         slots = buffer[: self.num_elements].split(sizes)
-        return [slot.view(block.shape) for slot, block in zip(slots, self.blocks, strict=True)]
+        return [
+            slot if block.dim() == 1 else slot.view(block.shape) for slot, block in zip(slots, self.blocks, strict=True)
+        ]
 
 
 class Transfer(ABC):
@@ -133,7 +135,10 @@ class AllReduceMean(Transfer):
         else:
             flat = buffers.take("values", load.num_elements, load.blocks[0])
             load.pack(flat)
-        flat.div_(lane.size)
+        if lane.size & (lane.size - 1):
+            flat.div_(lane.size)
+        else:  # a power of two: the same bits, faster
+            flat.mul_(1 / lane.size)
         yield lane.all_reduce(flat)
         if load.in_place:
             load.mark_written()
