@@ -128,19 +128,14 @@ class _Lane(Lane):
     def broadcast(self, values: Tensor) -> Work:
         return _Work(dist.broadcast(values, group=self.handle, group_src=0, async_op=True))
 
-    def maximum(self, values: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
-        with tp.inference_mode(False):
-            message = tp.tensor(values, dtype=tp.int64, device=self._message_device)
-        work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.handle, async_op=True)
-        return _Work(work), message.tolist
-
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
+    def gather_bytes(self, payload: bytes) -> tuple[Work, Callable[[], list[bytes]]]:
         with tp.inference_mode(False):
             # Not frombuffer: freeing its memory takes the interpreter's lock, for which gloo's threads must not wait.
-            own = tp.tensor(list(payload), dtype=tp.uint8, device=self._message_device)
-            gathered = tp.empty(self.size * len(payload), dtype=tp.uint8, device=self._message_device)
-        dist.all_gather_single(gathered, own, group=self.handle)
-        return [bytes(row) for row in gathered.view(self.size, len(payload)).tolist()]
+            copies = tp.tensor(list(payload) * self.size, dtype=tp.uint8, device=self._message_device)
+            gathered = tp.empty(len(copies), dtype=tp.uint8, device=self._message_device)
+        # One hop, where gloo's rings take as many as there are ranks.
+        work = self.all_to_all(gathered, copies)
+        return work, lambda: [bytes(row) for row in gathered.view(self.size, len(payload)).tolist()]
 
 
 @final

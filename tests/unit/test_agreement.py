@@ -19,6 +19,9 @@ from averagers.safety.agreement import Statement, agree, explain_difference, for
 class Done:
     """A collective that has ended."""
 
+    def wait(self) -> None:
+        pass
+
     def ends_within(self, seconds: float) -> bool:
         return True
 
@@ -39,14 +42,10 @@ class ThreadLane:
         self._barrier.wait(5)
         return values
 
-    def maximum(self, values: Sequence[int]) -> tuple[Done, Callable[[], list[int]]]:
-        highest = [max(column) for column in zip(*self._exchange("maximum", values), strict=True)]
-        return Done(), lambda: highest
-
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
+    def gather_bytes(self, payload: bytes) -> tuple[Done, Callable[[], list[bytes]]]:
         payloads = self._exchange("gather", payload)
         assert len({len(one) for one in payloads}) == 1
-        return payloads
+        return Done(), lambda: payloads
 
 
 def thread_group(rank: int, size: int, shared: dict[str, object], barrier: threading.Barrier) -> Group:

@@ -77,22 +77,25 @@ class Group:
         """Return the largest of each value over the ranks; the message that opens a round."""
         self._openings += 1
         self._opened_at = time.monotonic()
-        work, read = self.lanes[0].maximum(values)
+        form = f"{len(values)}q"
+        work, read = self.lanes[0].gather_bytes(struct.pack(form, *values))
         self._wait_for_peers(work)
-        return read()
+        return [max(column) for column in zip(*(struct.unpack(form, row) for row in read()), strict=True)]
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, in the group's order."""
-        lengths = [
-            int.from_bytes(length, "big") for length in self.lanes[0].gather_bytes(len(payload).to_bytes(8, "big"))
-        ]
-        padded = payload.ljust(max(1, *lengths), b"\0")
-        rows = self.lanes[0].gather_bytes(padded)
+        lengths = [int.from_bytes(length, "big") for length in self._gather_equal(len(payload).to_bytes(8, "big"))]
+        rows = self._gather_equal(payload.ljust(max(1, *lengths), b"\0"))
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def total(self, value: float) -> float:
         """Return the sum of ``value`` over the ranks."""
-        return math.fsum(struct.unpack("d", row)[0] for row in self.lanes[0].gather_bytes(struct.pack("d", value)))
+        return math.fsum(struct.unpack("d", row)[0] for row in self._gather_equal(struct.pack("d", value)))
+
+    def _gather_equal(self, payload: bytes) -> list[bytes]:
+        work, read = self.lanes[0].gather_bytes(payload)
+        work.wait()
+        return read()
 
     def missing_ranks(self) -> tuple[int, ...] | None:
         """After a failure, return which ranks did not come to the last message; None if unknown.
@@ -266,7 +269,7 @@ class Groups:
                 lanes.append(self._factory.new_lane(parent, ranks, timeout_s=timeout_s, name=lane_name))
             if is_parallel:
                 # A rank may have its connections before the others have theirs, and must not close them yet.
-                work, _ = lanes[-1].maximum([0])
+                work, _ = lanes[-1].gather_bytes(b"?")
                 work.wait()
         except RuntimeError:  # a member died in the meantime
             for lane in lanes:

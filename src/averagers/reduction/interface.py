@@ -63,12 +63,11 @@ class Lane(ABC):
         """Replace ``values``, plain bytes, by those of the first rank."""
 
     @abstractmethod
-    def maximum(self, values: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
-        """Start to find the largest of each value over the ranks, and return what reads the result after."""
+    def gather_bytes(self, payload: bytes) -> tuple[Work, Callable[[], list[bytes]]]:
+        """Start to send ``payload`` to all, and return what then reads every rank's, in order.
 
-    @abstractmethod
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, in order; all have the same length, of 1 at least."""
+        All have the same length, of 1 at least.
+        """
 
 
 class Marks(ABC):

@@ -87,16 +87,16 @@ class _Lane(Lane):
     def broadcast(self, values: Tensor) -> Work:
         return _Work(dist.broadcast(values, group=self.handle, group_src=0, async_op=True), values.device.type)
 
-    def maximum(self, values: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
-        message = torch.tensor(values, dtype=torch.int64, device=self._message_device)
-        work = dist.all_reduce(message, dist.ReduceOp.MAX, self.handle, async_op=True)
-        return _Work(work, message.device.type), message.tolist
-
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._message_device)
-        gathered = torch.empty(self.size * len(payload), dtype=torch.uint8, device=self._message_device)
-        dist.all_gather_single(gathered, own, group=self.handle)
-        return [bytes(row) for row in gathered.view(self.size, -1).tolist()]
+    def gather_bytes(self, payload: bytes) -> tuple[Work, Callable[[], list[bytes]]]:
+        device = self._message_device
+        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+        gathered = torch.empty(self.size * len(payload), dtype=torch.uint8, device=device)
+        if device.type in self.parallel_device_types:
+            # One hop, where gloo's rings take as many as there are ranks.
+            work = self.all_to_all(gathered, own.repeat(self.size))
+        else:
+            work = self.all_gather(gathered, own)
+        return work, lambda: [bytes(row) for row in gathered.view(self.size, -1).tolist()]
 
 
 def _message_device(device_types: frozenset[str]) -> torch.device:
