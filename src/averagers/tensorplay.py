@@ -2,6 +2,7 @@
 
 Start with ``tensorplay.distributed.init_process_group("gloo")``. What this package has beside the classes
 (errors, events, sinks) is the same as in `averagers`, and can be had from here too.
+A piece that TensorPlay lacks is named in the `MissingDependencyError` of this import.
 
 Example:
     >>> import averagers.tensorplay as averagers
@@ -75,6 +76,29 @@ __all__ = [
 
 
 _STORE_PATIENCE_S = 3.0
+
+_PIECES = {
+    dist: (
+        "GroupMember",
+        "PrefixStore",
+        "ProcessGroup",
+        "TCPStore",
+        "all_gather_single",
+        "all_reduce",
+        "all_to_all_single",
+        "broadcast",
+    ),
+    core: ("_current_store", "_ensure_comm", "_groups"),
+}
+
+# By name: tensorplay.distributed.is_available() tells of NCCL alone.
+for _module, _names in _PIECES.items():
+    for _name in _names:
+        if not hasattr(_module, _name):
+            raise MissingDependencyError(
+                f"averaging needs {_module.__name__}.{_name}, which TensorPlay {tp.__version__} lacks here: "
+                "pip install 'tensorplay==1.0.0' is known to have it"
+            )
 
 
 @final
@@ -189,29 +213,18 @@ class _GroupFactory(GroupFactory):
     takes what ``new_group`` itself does after counting, which is private to TensorPlay, and is kept to this class.
     """
 
-    def resolve(self, process_group: Any) -> Any:
-        _check_pieces()
-        if not dist.is_initialized():
-            raise NotInitializedError(
-                "averaging needs a process group: start the script with `python -m tensorplay.distributed.run` and "
-                'call tensorplay.distributed.init_process_group("gloo") before building an averager'
-            )
-        if process_group is None:
-            return dist.GroupMember.WORLD
-        if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
-            return process_group
-        if not isinstance(process_group, dist.ProcessGroup):
-            raise InvalidTypeError(
-                f"process_group must be a tensorplay.distributed.ProcessGroup or None, got {process_group!r} "
-                f"of type {type(process_group).__name__}"
-            )
-        if not self.is_alive(process_group):
-            raise InvalidValueError("process_group was destroyed: give one that is in use, or None for all ranks")
-        return process_group
+    group_type = dist.ProcessGroup
+    group_type_name = "tensorplay.distributed.ProcessGroup"
+    non_member = dist.GroupMember.NON_GROUP_MEMBER
+    how_to_start = (
+        "start the script with `python -m tensorplay.distributed.run` and call "
+        'tensorplay.distributed.init_process_group("gloo") before building an averager'
+    )
 
-    def members(self, process_group: Any) -> tuple[int, ...] | None:
-        if process_group == dist.GroupMember.NON_GROUP_MEMBER:
-            return None
+    def world(self) -> Any:
+        return dist.GroupMember.WORLD
+
+    def ranks(self, process_group: Any) -> tuple[int, ...]:
         return tuple(dist.get_process_group_ranks(process_group))
 
     def own_rank(self) -> int:
@@ -310,31 +323,6 @@ def _kind(device: Any, dtype: Any) -> Kind:
 
 _FRAMEWORK = Framework(_GroupFactory(), _TensorOperations())
 
-_PIECES = {
-    dist: (
-        "GroupMember",
-        "PrefixStore",
-        "ProcessGroup",
-        "ReduceOp",
-        "all_gather_single",
-        "all_reduce",
-        "all_to_all_single",
-        "broadcast",
-    ),
-    core: ("_current_store", "_ensure_comm", "_groups"),
-}
-
-
-def _check_pieces() -> None:
-    """Raise if TensorPlay lacks a piece; ``tensorplay.distributed.is_available()`` tells of NCCL alone."""
-    for module, names in _PIECES.items():
-        for name in names:
-            if not hasattr(module, name):
-                raise MissingDependencyError(
-                    f"averaging needs {module.__name__}.{name}, which TensorPlay {tp.__version__} lacks here: "
-                    "pip install 'tensorplay==1.0.0' is known to have it"
-                )
-
 
 class ModelAverager(engine.ModelAverager):
     """Base class of all model averagers for TensorPlay; subclass it to write one of your own.
@@ -348,7 +336,6 @@ class ModelAverager(engine.ModelAverager):
     Raises:
         NotInitializedError: ``tensorplay.distributed.init_process_group`` was not called.
         InvalidTypeError: ``process_group`` is not a process group of TensorPlay.
-        MissingDependencyError: TensorPlay lacks a piece, which the message names.
     """
 
     @classmethod

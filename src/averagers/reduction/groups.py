@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, final
 
+from averagers.errors import InvalidTypeError, InvalidValueError, NotInitializedError
 from averagers.reduction.interface import GroupFactory, Lane, Marks, Work
 
 # Where a backend runs few operations of a process group at a time, buckets take as many groups in turn.
@@ -156,12 +157,32 @@ class Groups:
         self._borrowed: dict[Any, Group] = {}
 
     def resolve(self, process_group: Any) -> Any:
-        """Return the process group that is meant, see `GroupFactory.resolve`."""
-        return self._factory.resolve(process_group)
+        """Return the process group that is meant; None means the world.
+
+        Raises:
+            NotInitializedError: the framework's ``init_process_group`` was not called.
+            InvalidTypeError: ``process_group`` is not a process group.
+            InvalidValueError: ``process_group`` was destroyed.
+        """
+        world = self._factory.world()
+        if world is None:
+            raise NotInitializedError(f"averaging needs a process group: {self._factory.how_to_start}")
+        if process_group is None:
+            return world
+        if self._is_non_member(process_group):
+            return process_group
+        if not isinstance(process_group, self._factory.group_type):
+            raise InvalidTypeError(
+                f"process_group must be a {self._factory.group_type_name} or None, got {process_group!r} "
+                f"of type {type(process_group).__name__}"
+            )
+        if not self._factory.is_alive(process_group):
+            raise InvalidValueError("process_group was destroyed: give one that is in use, or None for all ranks")
+        return process_group
 
     def members(self, process_group: Any) -> tuple[int, ...] | None:
         """Return the global ranks of ``process_group`` in its order; None outside it."""
-        return self._factory.members(process_group)
+        return None if self._is_non_member(process_group) else self._factory.ranks(process_group)
 
     def borrow(self, process_group: Any, *, timeout_s: float | None) -> Group:
         """Return the caller's own group, to compare configurations on.
@@ -172,8 +193,7 @@ class Groups:
         """
         self._forget_destroyed()
         if process_group not in self._borrowed:
-            ranks = self.members(process_group)
-            assert ranks is not None
+            ranks = self._factory.ranks(process_group)
             name = f"caller/{self._factory.name(process_group)}"
             self._borrowed[process_group] = self._group([self._factory.lane(process_group)], ranks, 0.0, name)
         group = self._borrowed[process_group]
@@ -237,6 +257,10 @@ class Groups:
     def is_alive(self, group: Group) -> bool:
         """Tell whether a group that ``open`` returned can still communicate."""
         return self._factory.is_alive(group.handle)
+
+    def _is_non_member(self, process_group: Any) -> bool:
+        non_member = self._factory.non_member
+        return type(process_group) is type(non_member) and bool(process_group == non_member)
 
     def _forget_destroyed(self) -> None:
         """Drop what the framework's ``destroy_process_group`` has taken with it."""

@@ -86,21 +86,27 @@ class Marks(ABC):
 
 
 class GroupFactory(ABC):
-    """Reads the caller's process groups, and makes new ones by their members alone."""
+    """Reads the caller's process groups, and makes new ones by their members alone.
+
+    Attributes:
+        group_type: The class of the framework's process groups.
+        group_type_name: How users write it.
+        non_member: What the framework hands out in place of a group to a rank outside it.
+        how_to_start: What to do where there is no process group yet.
+    """
+
+    group_type: type
+    group_type_name: str
+    non_member: Any
+    how_to_start: str
 
     @abstractmethod
-    def resolve(self, process_group: Any) -> Any:
-        """Return the process group that is meant; None means the world.
-
-        Raises:
-            NotInitializedError: the framework's ``init_process_group`` was not called.
-            InvalidTypeError: ``process_group`` is not a process group.
-            InvalidValueError: ``process_group`` was destroyed.
-        """
+    def world(self) -> Any:
+        """Return the process group of all ranks; None before the framework's ``init_process_group``."""
 
     @abstractmethod
-    def members(self, process_group: Any) -> tuple[int, ...] | None:
-        """Return the global ranks of ``process_group`` in its order; None outside it."""
+    def ranks(self, process_group: Any) -> tuple[int, ...]:
+        """Return the global ranks of ``process_group`` in its order."""
 
     @abstractmethod
     def own_rank(self) -> int:

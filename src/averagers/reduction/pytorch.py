@@ -17,7 +17,6 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from averagers.errors import InvalidTypeError, InvalidValueError, NotInitializedError
 from averagers.reduction.framework import Framework
 from averagers.reduction.interface import GroupFactory, Lane, Marks, Record, TensorOperations, Work
 from averagers.reduction.layout import Kind
@@ -131,28 +130,17 @@ class _GroupFactory(GroupFactory):
     ours takes one private call of torch, which this file keeps to itself.
     """
 
-    def resolve(self, process_group: Any) -> Any:
-        if not dist.is_available() or not dist.is_initialized():
-            raise NotInitializedError(
-                "averaging needs a process group: start the script with torchrun and call "
-                "torch.distributed.init_process_group() before building an averager"
-            )
-        if process_group is None:
-            return dist.group.WORLD
-        if process_group == dist.GroupMember.NON_GROUP_MEMBER:
-            return process_group
-        if not isinstance(process_group, dist.ProcessGroup):
-            raise InvalidTypeError(
-                f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r} "
-                f"of type {type(process_group).__name__}"
-            )
-        if not self.is_alive(process_group):
-            raise InvalidValueError("process_group was destroyed: give one that is in use, or None for all ranks")
-        return process_group
+    group_type = dist.ProcessGroup
+    group_type_name = "torch.distributed.ProcessGroup"
+    non_member = dist.GroupMember.NON_GROUP_MEMBER
+    how_to_start = (
+        "start the script with torchrun and call torch.distributed.init_process_group() before building an averager"
+    )
 
-    def members(self, process_group: Any) -> tuple[int, ...] | None:
-        if process_group == dist.GroupMember.NON_GROUP_MEMBER:
-            return None
+    def world(self) -> Any:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+    def ranks(self, process_group: Any) -> tuple[int, ...]:
         return tuple(dist.get_process_group_ranks(process_group))
 
     def own_rank(self) -> int:
