@@ -9,7 +9,7 @@ RUN_PINS := requirements/runtime.txt requirements/plot.txt requirements/tensorpl
 DEV_PINS := requirements/dev.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-tensorplay test check bench clean
+.PHONY: help demo demo-tensorplay test check bench bench-network clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ check: $(VENV)/.dev ## check format, lint, types and the direction of imports
 
 bench: $(VENV)/.run ## measure a round against torch's and TensorPlay's (needs a quiet machine)
 	@$(BIN)/python benchmarks/rounds.py $(ARGS)
+
+bench-network: $(VENV)/.run ## measure rounds over links of 200 Mbit/s between network namespaces (needs root, iproute2)
+	@$(BIN)/python benchmarks/network.py $(ARGS)
 
 clean: ## remove .venv and all that the other targets wrote, but no benchmark results
 	@rm -rf $(VENV) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from averagers.errors import InvalidTypeError, InvalidValueError, StateDictError
@@ -40,6 +40,32 @@ def check_seconds(name: str, value: object) -> float | None:
     if not 1e-3 <= value <= _YEAR_S:
         raise InvalidValueError(f"{name} must be from 0.001 to {_YEAR_S:.0f} seconds, got {value}")
     return float(value)
+
+
+def check_nodes(nodes: object, ranks: Sequence[int] | None) -> list[str] | None:
+    """Return ``nodes`` as names, if it is None or has one entry for each of ``ranks``.
+
+    Args:
+        nodes: The node of each rank; anything whose ``str`` tells nodes apart.
+        ranks: Of the process group; None outside it, where it does not matter.
+
+    Raises:
+        InvalidTypeError: it is not a sequence.
+        InvalidValueError: it has another number of entries.
+    """
+    if nodes is None or ranks is None:
+        return None
+    if isinstance(nodes, str | bytes) or not isinstance(nodes, Sequence):
+        raise InvalidTypeError(
+            f"nodes must be a list with the node of each rank, such as [0, 0, 1, 1], got {nodes!r} "
+            f"of type {type(nodes).__name__}"
+        )
+    if len(nodes) != len(ranks):
+        raise InvalidValueError(
+            f"nodes must have an entry for each rank of the process group: it has {len(nodes)}, and there are "
+            f"{len(ranks)} ranks"
+        )
+    return [str(node) for node in nodes]
 
 
 def check_averager_state(state_dict: object, configuration: Mapping[str, Any]) -> tuple[int, set[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from averagers.engine import ModelAverager, ScheduledAverager
@@ -38,6 +38,9 @@ class PeriodicModelAverager(ScheduledAverager):
         observers: Called with each event of a round, see `averagers.events`.
         measure_drift: Measure the replicas' distance from the mean in each round, for the observers;
             costs a pass over the weights and one more small message.
+        nodes: The node of each rank of the process group, in its order, such as ``[0, 0, 1, 1]``; None to tell nodes by
+            their host names. Where a level's groups span nodes with equally many ranks, two at least, rounds sum
+            within each node first, so that fewest bytes cross the links between nodes.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -65,6 +68,7 @@ class PeriodicModelAverager(ScheduledAverager):
         timeout_s: float | None = None,
         observers: Iterable[Observer] = (),
         measure_drift: bool = False,
+        nodes: Sequence[Hashable] | None = None,
     ) -> None:
         schedule = Periodic(period, warmup_steps=warmup_steps)
         _warn_of_period_one(period)
@@ -77,6 +81,7 @@ class PeriodicModelAverager(ScheduledAverager):
             timeout_s=timeout_s,
             observers=observers,
             measure_drift=measure_drift,
+            nodes=nodes,
         )
         self._period = period
 
@@ -104,6 +109,9 @@ class HierarchicalModelAverager(ScheduledAverager):
         observers: Called with each event of a round, see `averagers.events`.
         measure_drift: Measure the replicas' distance from the mean in each round, for the observers;
             costs a pass over the weights and one more small message.
+        nodes: The node of each rank of the process group, in its order, such as ``[0, 0, 1, 1]``; None to tell nodes by
+            their host names. Where a level's groups span nodes with equally many ranks, two at least, rounds sum
+            within each node first, so that fewest bytes cross the links between nodes.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -128,6 +136,7 @@ class HierarchicalModelAverager(ScheduledAverager):
         timeout_s: float | None = None,
         observers: Iterable[Observer] = (),
         measure_drift: bool = False,
+        nodes: Sequence[Hashable] | None = None,
     ) -> None:
         groups = self._framework().groups
         ranks = groups.members(groups.resolve(process_group))
@@ -150,6 +159,7 @@ class HierarchicalModelAverager(ScheduledAverager):
             timeout_s=timeout_s,
             observers=observers,
             measure_drift=measure_drift,
+            nodes=nodes,
         )
         self._periods = hierarchy.periods
 
@@ -157,7 +167,7 @@ class HierarchicalModelAverager(ScheduledAverager):
     def period_process_group_dict(self) -> OrderedDict[int, Any]:
         """The process group of each period, ascending; this rank's own, empty outside the process group."""
         return OrderedDict(
-            (period, group.handle) for period, group in zip(self._periods, self._level_groups, strict=False)
+            (period, route.group.handle) for period, route in zip(self._periods, self._routes, strict=False)
         )
 
 
@@ -176,6 +186,7 @@ class SingleRounds(ScheduledAverager):
             timeout_s=None,
             observers=(),
             measure_drift=False,
+            nodes=None,
         )
 
     @classmethod

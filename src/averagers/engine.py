@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from averagers.arguments import check_averager_state, check_seconds, check_whole_number
+from averagers.arguments import check_averager_state, check_nodes, check_seconds, check_whole_number
 from averagers.content import RoundContent, as_content
 from averagers.errors import ClosedError, DisagreementError, InvalidTypeError, InvalidValueError
 from averagers.events import Announcer, Observer, RoundReport
 from averagers.hierarchy import Hierarchy
 from averagers.reduction.framework import Framework
-from averagers.reduction.groups import Group
+from averagers.reduction.groups import Group, Route
 from averagers.reduction.reducer import Selection
 from averagers.safety.agreement import Statement, agree, format_ranks
 from averagers.safety.failure import explain_failure
+from averagers.safety.opening import open_routes
 from averagers.schedule import Schedule
 
 
@@ -98,6 +99,7 @@ class ScheduledAverager(ModelAverager):
         observers: Called with each event of a round, see `averagers.events`.
         measure_drift: Measure the replicas' distance from the mean in each round, for the observers;
             costs a pass over the weights and one more small message.
+        nodes: The node of each rank of the process group, in its order; None to tell nodes by their host names.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class ScheduledAverager(ModelAverager):
         timeout_s: float | None,
         observers: Iterable[Observer],
         measure_drift: bool,
+        nodes: Sequence[Hashable] | None,
     ) -> None:
         check_whole_number("bucket_bytes", bucket_bytes, minimum=1)
         self._timeout_s = check_seconds("timeout_s", timeout_s)
@@ -134,7 +137,9 @@ class ScheduledAverager(ModelAverager):
         # After which step, with which tensors, a round of all ranks left one model.
         self._one_model_at: tuple[int, bytes] | None = None
         self._read_iterator: Any = None
-        self._level_groups: list[Group] = []
+        self._routes: list[Route] = []
+        self._ranks = self._framework().groups.members(self.process_group)
+        self._nodes = check_nodes(nodes, self._ranks)
         self._open_groups()
 
     @property
@@ -196,9 +201,10 @@ class ScheduledAverager(ModelAverager):
         self._refuse_if_unusable()
         selection = self._reducer.select_all(tensors)
         if not self._is_alone:
-            self._reducer.check(selection, self._level_groups[-1])
-            with self._together(self._level_groups[-1], self._top, "broadcast", selection):
-                self._reducer.broadcast_(selection, self._level_groups[-1])
+            group = self._routes[-1].group
+            self._reducer.check(selection, group)
+            with self._together(group, self._top, "broadcast", selection):
+                self._reducer.broadcast_(selection, group)
 
     @contextmanager
     def averaged(self, params: Iterable[Any]) -> Iterator[None]:
@@ -274,8 +280,8 @@ class ScheduledAverager(ModelAverager):
         twin = super().__copy__()
         twin._reducer = self._framework().new_reducer(self._bucket_bytes)
         twin._once_trainable = set(self._once_trainable)
-        twin._level_groups = list(self._level_groups)
-        for group in twin._level_groups:
+        twin._routes = list(self._routes)
+        for group in twin._opened_groups():
             self._framework().groups.share(group)
         return twin
 
@@ -288,16 +294,16 @@ class ScheduledAverager(ModelAverager):
     def is_usable(self) -> bool:
         """Whether rounds are possible: not closed, no round failed, no process group destroyed."""
         groups = self._framework().groups
-        return self._refusal is None and all(groups.is_alive(group) for group in self._level_groups)
+        return self._refusal is None and all(groups.is_alive(group) for group in self._opened_groups())
 
     @property
     def _top(self) -> int:
-        return len(self._level_groups) - 1
+        return len(self._routes) - 1
 
     @property
     def _is_alone(self) -> bool:
         """Whether there is nobody to average with: outside the process group, or the only one in it."""
-        return not self._level_groups or self._level_groups[-1].size == 1
+        return not self._routes or self._routes[-1].group.size == 1
 
     def _select(self, content: RoundContent) -> Selection:
         tensors = content.tensors()
@@ -322,25 +328,25 @@ class ScheduledAverager(ModelAverager):
         is_wanted: bool = True,
     ) -> None:
         """Average ``content`` in the group of ``level``, if one of its ranks wants it."""
-        group = self._level_groups[level] if self._level_groups else None
-        if group is None or group.size == 1:
+        route = self._routes[level] if self._routes else None
+        if route is None or route.group.size == 1:
             if not self._checked_params:
                 self._select(content)
             return
         try:
             selection = selection or self._select(content)
-            self._reducer.check(selection, group)
+            self._reducer.check(selection, route.group)
         except Exception:
             self._left_a_round = True
             raise
-        with self._together(group, level, call, selection, is_wanted) as (report, is_wanted_anywhere):
+        with self._together(route.group, level, call, selection, is_wanted) as (report, is_wanted_anywhere):
             if is_wanted_anywhere:
                 report.started(len(selection.tensors), selection.listing.num_elements)
-                reduced = self._reducer.average_(selection, group, measure_drift=self._measure_drift)
+                reduced = self._reducer.average_(selection, route, measure_drift=self._measure_drift)
                 content.landed()
                 report.finished(reduced.wire_bytes, reduced.drift)
         # Two levels of one size share their group.
-        if call == "average_parameters" and group is self._level_groups[-1]:
+        if call == "average_parameters" and route.group is self._routes[-1].group:
             self._one_model_at = (self._step + 1, selection.listing.digest)
 
     @contextmanager
@@ -378,7 +384,7 @@ class ScheduledAverager(ModelAverager):
 
     def _abandon_groups(self) -> None:
         # The groups of all levels: the others may have failed at another one, and all must make the same anew.
-        for group in self._level_groups:
+        for group in self._opened_groups():
             self._framework().groups.abandon(group)
 
     def _refuse_until_loaded(self) -> None:
@@ -389,35 +395,24 @@ class ScheduledAverager(ModelAverager):
         )
 
     def _open_groups(self) -> None:
-        """Compare the configuration on the caller's group, then make a group for each level."""
-        groups = self._framework().groups
-        self._ranks = groups.members(self.process_group)
+        """Compare the configuration with the other ranks, then make the groups of each level."""
         if self._ranks is None:
             return
-        caller_group = groups.borrow(self.process_group, timeout_s=self._timeout_s)
-        try:
-            options = {"bucket_bytes": self._bucket_bytes, "timeout_s": self._timeout_s}
-            facts = {**self._configuration, **options, "measure_drift": self._measure_drift}
-            # The ranks may have built and lost other averagers before: the largest number is new to all.
-            self._number = agree(caller_group, Statement(facts), groups.serial)
-            groups.serial = self._number + 1
-            for level in range(len(self._hierarchy.levels) if self._hierarchy else 1):
-                members = self._ranks
-                if self._hierarchy:
-                    members = self._hierarchy.members(level, self._ranks, caller_group.rank)
-                is_missing = not groups.has(self.process_group, members, timeout_s=self._timeout_s)
-                is_missing_anywhere = agree(caller_group, Statement({"level": level}), int(is_missing))
-                anew = self._number if is_missing_anywhere else None
-                self._level_groups.append(
-                    groups.open(self.process_group, members, timeout_s=self._timeout_s, anew=anew)
-                )
-        except DisagreementError:
-            raise
-        except RuntimeError as error:
-            self._release_groups()
-            raise explain_failure(caller_group, error) from error
+        options = {"bucket_bytes": self._bucket_bytes, "timeout_s": self._timeout_s, "nodes": self._nodes}
+        levels = self._hierarchy.levels if self._hierarchy else ()
+        self._number, self._routes = open_routes(
+            self._framework().groups,
+            self.process_group,
+            [level.group_size for level in levels] or [len(self._ranks)],
+            self._nodes,
+            {**self._configuration, **options, "measure_drift": self._measure_drift},
+            timeout_s=self._timeout_s,
+        )
+
+    def _opened_groups(self) -> list[Group]:
+        return [group for route in self._routes for group in route.groups]
 
     def _release_groups(self) -> None:
-        for group in self._level_groups:
+        for group in self._opened_groups():
             self._framework().groups.release(group)
-        self._level_groups = []
+        self._routes = []

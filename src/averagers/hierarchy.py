@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -73,19 +73,53 @@ class Hierarchy:
         """The period of each level, ascending."""
         return tuple(level.period for level in self.levels)
 
-    def members(self, level: int, ranks: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Return the ranks of the group at ``level`` that ``rank`` belongs to.
 
-        Args:
-            level: Index of the level, 0 the innermost.
-            ranks: The overall group's global ranks, in its order.
-            rank: A global rank among them.
+def block_of(rank: int, ranks: Sequence[int], group_size: int) -> tuple[int, ...]:
+    """Return the ranks of the group of ``rank``, where groups are contiguous blocks of the overall group.
 
-        Example:
-            >>> from averagers.hierarchy import Hierarchy
-            >>> Hierarchy.from_periods({2: 2, 4: 4}, overall_size=4).members(0, [0, 1, 2, 3], 2)
-            (2, 3)
-        """
-        size = self.levels[level].group_size
-        start = ranks.index(rank) // size * size
-        return tuple(ranks[start : start + size])
+    Args:
+        rank: A global rank.
+        ranks: The overall group's global ranks, in its order.
+        group_size: How many ranks a group has.
+
+    Example:
+        >>> from averagers.hierarchy import block_of
+        >>> block_of(2, [0, 1, 2, 3], 2)
+        (2, 3)
+    """
+    start = ranks.index(rank) // group_size * group_size
+    return tuple(ranks[start : start + group_size])
+
+
+def split_by_node(
+    ranks: Sequence[int], nodes: Sequence[Hashable], *, group_size: int, rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return which ranks of its group are on the node of ``rank``, and which have its place on each node.
+
+    None where a mean gains nothing by going through the nodes one by one: unless every group of the level spans
+    several nodes, with equally many ranks on each, two at least.
+
+    Args:
+        ranks: The overall group's global ranks, in its order.
+        nodes: The node of each.
+        group_size: Of the level; its groups are contiguous blocks of ``ranks``.
+        rank: A global rank among them.
+
+    Example:
+        >>> from averagers.hierarchy import split_by_node
+        >>> split_by_node([0, 1, 2, 3], ["a", "a", "b", "b"], group_size=4, rank=2)
+        ((2, 3), (0, 2))
+    """
+    own: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    for start in range(0, len(ranks), group_size):
+        by_node: dict[Hashable, list[int]] = {}
+        for member, node in zip(ranks[start : start + group_size], nodes[start : start + group_size], strict=True):
+            by_node.setdefault(node, []).append(member)
+        places = list(by_node.values())
+        if len(places) < 2 or len(places[0]) < 2 or len({len(members) for members in places}) > 1:
+            return None
+        for members in places:
+            if rank in members:
+                place = members.index(rank)
+                own = tuple(members), tuple(others[place] for others in places)
+    return own

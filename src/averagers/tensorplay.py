@@ -37,7 +37,16 @@ from averagers.events import Event, Observer, RoundFailed, RoundFinished, RoundS
 from averagers.observe.console import Console
 from averagers.observe.jsonl import JsonLines
 from averagers.reduction.framework import Framework
-from averagers.reduction.interface import GroupFactory, Lane, Marks, Record, Tensor, TensorOperations, Work
+from averagers.reduction.interface import (
+    GroupFactory,
+    Lane,
+    Marks,
+    Record,
+    Tensor,
+    TensorOperations,
+    Work,
+    wait_on_this_thread,
+)
 from averagers.reduction.layout import Kind
 
 try:
@@ -108,8 +117,8 @@ class _Work(Work):
     def __init__(self, work: Any) -> None:
         self._work = work
 
-    def wait(self) -> None:
-        self.ends_within(math.inf)
+    def wait(self, when_late: Callable[[], None] | None = None) -> None:
+        wait_on_this_thread(self, when_late)
 
     def ends_within(self, seconds: float) -> bool:
         """Wait in slices, so that Ctrl-C is heard."""
@@ -282,7 +291,8 @@ class _TensorOperations(TensorOperations):
         return Record(name, address, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def refusal(self, tensor: Tensor) -> str | None:
-        return None
+        # TensorPlay's layouts are numbers without a name.
+        return None if tensor.layout == tp.strided else "it is sparse; only dense tensors can be"
 
     def dtype_name(self, dtype: Any) -> str:
         return str(dtype).removeprefix("tensorplay.")

@@ -104,6 +104,19 @@ def test_a_rank_killed_after_the_agreement_fails_the_round_on_all_others() -> No
         assert not is_usable
 
 
+def killed_first_in_the_middle(rank: int) -> Any:
+    def die(event: Any) -> None:
+        if rank == 0 and isinstance(event, averagers.RoundStarted):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    averager = averagers.PeriodicModelAverager(2, timeout_s=4, observers=[die])
+    return seen_failure(lambda: averager.average_parameters([lib.zeros(3_000_000)]))[2]
+
+
+def test_a_rank_held_in_the_round_that_another_died_in_is_not_blamed() -> None:
+    assert run_ranks(killed_first_in_the_middle, 4, may_die=[0])[1:] == [(0,)] * 3
+
+
 def never_built(rank: int) -> Any:
     if rank == 1:
         time.sleep(TIMEOUT_S + 1)

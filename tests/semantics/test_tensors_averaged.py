@@ -126,8 +126,12 @@ _LAYOUTS: dict[str, Case] = {
 }
 
 
-def _average_layouts(rank: int, world_size: int, bucket_bytes: int) -> dict[str, bool]:
-    averager = _averager(bucket_bytes=bucket_bytes)
+# None, or the node of each rank: with several nodes of several ranks a round goes through the nodes one by one.
+_CLUSTERS = {"2 ranks": (2, None), "3 ranks": (3, None), "2 nodes of 2": (4, "aabb"), "2 nodes of 3": (6, "ababab")}
+
+
+def _average_layouts(rank: int, world_size: int, nodes: str | None, bucket_bytes: int) -> dict[str, bool]:
+    averager = _averager(bucket_bytes=bucket_bytes, nodes=nodes and list(nodes))
     return {
         f"{name}: {claim}": holds
         for name, case in _LAYOUTS.items()
@@ -155,28 +159,30 @@ def _average_layout(
 
 
 @pytest.mark.parametrize("bucket_bytes", [_SMALL_BUCKETS, _LARGE_BUCKETS], ids=["small buckets", "large buckets"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_mean_is_written_where_a_tensor_of_any_layout_lies(world_size: int, bucket_bytes: int) -> None:
-    for found in run_ranks(_average_layouts, world_size, world_size, bucket_bytes):
+@pytest.mark.parametrize("cluster", list(_CLUSTERS))
+def test_the_mean_is_written_where_a_tensor_of_any_layout_lies(cluster: str, bucket_bytes: int) -> None:
+    world_size, nodes = _CLUSTERS[cluster]
+    for found in run_ranks(_average_layouts, world_size, world_size, nodes, bucket_bytes):
         assert _failed(found) == []
 
 
-def _average_all_layouts_at_once(rank: int, world_size: int) -> list[str]:
+def _average_all_layouts_at_once(rank: int, world_size: int, nodes: str | None) -> list[str]:
     wrong = []
     for bucket_bytes in (1, 60, 1000, _LARGE_BUCKETS):
         most = 24 if bucket_bytes == 1 else 1000  # each element of it is a message
         layouts = {name: case for name, case in _LAYOUTS.items() if case(rank)[1].numel() <= most}
         views = [case(rank)[1] for case in layouts.values()]
-        _round(_averager(bucket_bytes=bucket_bytes), views)
+        _round(_averager(bucket_bytes=bucket_bytes, nodes=nodes and list(nodes)), views)
         for (name, case), view in zip(layouts.items(), views, strict=True):
             if not lib.equal(view, _mean([case(peer)[1] for peer in range(world_size)])):
                 wrong.append(f"{name} with buckets of {bucket_bytes}")
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_layouts_and_dtypes_in_one_list_are_averaged_with_any_size_of_bucket(world_size: int) -> None:
-    assert run_ranks(_average_all_layouts_at_once, world_size, world_size) == [[]] * world_size
+@pytest.mark.parametrize("cluster", list(_CLUSTERS))
+def test_all_layouts_and_dtypes_in_one_list_are_averaged_with_any_size_of_bucket(cluster: str) -> None:
+    world_size, nodes = _CLUSTERS[cluster]
+    assert run_ranks(_average_all_layouts_at_once, world_size, world_size, nodes) == [[]] * world_size
 
 
 def _average_sliding_window(rank: int) -> dict[str, bool]:

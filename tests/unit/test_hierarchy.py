@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averagers.errors import AveragersError
-from averagers.hierarchy import Hierarchy, Level
+from averagers.hierarchy import Hierarchy, Level, block_of, split_by_node
 
 
 def _hierarchy(*sizes: int) -> Hierarchy:
@@ -19,16 +19,15 @@ def _hierarchy(*sizes: int) -> Hierarchy:
 
 
 def test_groups_of_two_of_eight_ranks_are_neighbors() -> None:
-    hierarchy, ranks = _hierarchy(2, 8), list(range(8))
-    groups = [hierarchy.members(0, ranks, rank) for rank in ranks]
+    ranks = list(range(8))
+    groups = [block_of(rank, ranks, 2) for rank in ranks]
     assert groups == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5), (6, 7), (6, 7)]
 
 
 def test_groups_follow_the_order_of_the_overall_group_not_of_the_rank_numbers() -> None:
-    hierarchy = _hierarchy(2, 4)
-    assert hierarchy.members(0, [9, 2, 7, 4], 2) == (9, 2)
-    assert hierarchy.members(0, [9, 2, 7, 4], 7) == (7, 4)
-    assert hierarchy.members(1, [9, 2, 7, 4], 4) == (9, 2, 7, 4)
+    assert block_of(2, [9, 2, 7, 4], 2) == (9, 2)
+    assert block_of(7, [9, 2, 7, 4], 2) == (7, 4)
+    assert block_of(4, [9, 2, 7, 4], 4) == (9, 2, 7, 4)
 
 
 @given(data=st.data())
@@ -39,13 +38,12 @@ def test_groups_of_a_level_partition_the_ranks_and_nest_in_the_next(data: st.Dat
         sizes.append(factor * (sizes[-1] if sizes else 1))
     overall = sizes[-1]
     ranks = data.draw(st.lists(st.integers(0, 10_000), min_size=overall, max_size=overall, unique=True))
-    hierarchy = _hierarchy(*sizes)
     for level, size in enumerate(sizes):
         blocks = [tuple(ranks[start : start + size]) for start in range(0, overall, size)]
         for rank in ranks:
-            assert hierarchy.members(level, ranks, rank) == next(block for block in blocks if rank in block)
+            assert block_of(rank, ranks, size) == next(block for block in blocks if rank in block)
             if level:
-                assert set(hierarchy.members(level - 1, ranks, rank)) <= set(hierarchy.members(level, ranks, rank))
+                assert set(block_of(rank, ranks, sizes[level - 1])) <= set(block_of(rank, ranks, size))
 
 
 @given(order=st.permutations([(2, 2), (3, 4), (7, 8), (40, 16)]))
@@ -127,3 +125,50 @@ def test_the_longest_period_decides_not_the_last_one_given() -> None:
     assert Hierarchy.from_periods({16: 8, 4: 2}, overall_size=8).levels[-1] == Level(16, 8)
     with pytest.raises(ValueError, match="period 16 has groups of 2"):
         Hierarchy.from_periods({16: 2, 4: 1}, overall_size=8)
+
+
+# Nodes
+
+
+def test_a_level_over_two_nodes_of_two_ranks_is_split_by_node_and_by_place() -> None:
+    found = [split_by_node(range(4), "aabb", group_size=4, rank=rank) for rank in range(4)]
+    assert found == [((0, 1), (0, 2)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((2, 3), (1, 3))]
+
+
+def test_ranks_of_a_node_need_not_be_neighbors() -> None:
+    found = [split_by_node([9, 2, 7, 4], "abab", group_size=4, rank=rank) for rank in (9, 2, 7, 4)]
+    assert found == [((9, 7), (9, 2)), ((2, 4), (9, 2)), ((9, 7), (7, 4)), ((2, 4), (7, 4))]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "group_size"),
+    [
+        ("aaaa", 4),  # one node
+        ("abcd", 4),  # one rank on each
+        ("aaab", 4),  # unequal
+        ("aabb", 2),  # the groups of the level do not leave their nodes
+        ("aabbcccc", 4),  # one group of the level would be split and the other not
+    ],
+)
+def test_a_level_that_gains_nothing_is_not_split_on_any_rank(nodes: str, group_size: int) -> None:
+    ranks = range(len(nodes))
+    assert {split_by_node(ranks, nodes, group_size=group_size, rank=rank) for rank in ranks} == {None}
+
+
+@given(num_nodes=st.integers(2, 4), ranks_per_node=st.integers(2, 4), num_groups=st.integers(1, 3), data=st.data())
+def test_every_pair_of_a_node_and_a_place_is_one_rank(
+    num_nodes: int, ranks_per_node: int, num_groups: int, data: st.DataObject
+) -> None:
+    size = num_nodes * ranks_per_node
+    blocks = [data.draw(st.permutations(list(range(num_nodes)) * ranks_per_node)) for _ in range(num_groups)]
+    nodes = [(block, node) for block, order in enumerate(blocks) for node in order]
+    ranks = list(range(size * num_groups))
+    for rank in ranks:
+        split = split_by_node(ranks, nodes, group_size=size, rank=rank)
+        assert split is not None
+        within, across = split
+        assert {nodes[member] for member in within} == {nodes[rank]}
+        assert len({nodes[member] for member in across}) == len(across) == num_nodes
+        assert set(within) & set(across) == {rank}
+        for other in across:
+            assert split_by_node(ranks, nodes, group_size=size, rank=other)[1] == across  # type: ignore[index]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from averagers.errors import AveragersError, InvalidTypeError, UnsupportedTensorError
+from averagers.errors import AveragersError, InvalidTypeError, InvalidValueError, UnsupportedTensorError
 from averagers.reduction import selection
 from averagers.reduction.pytorch import PYTORCH
 from averagers.reduction.selection import Listing, elements, overlapping
@@ -165,6 +165,7 @@ def test_what_is_no_list_of_tensors_is_refused_by_its_type(params: Any) -> None:
         ([("name", None)], r"params\[0\]", "tuple"),
         ([{"parameters": [torch.zeros(1)]}], r"params\[0\]", "dict"),
         ([torch.zeros(1), {"params": [torch.zeros(1), 5]}], r"params\[1\]\['params'\]\[1\]", "int"),
+        ([{"params": 3}], r"params\[0\]\['params'\]", "int"),
     ],
 )
 def test_a_wrong_item_is_refused_by_position_and_type(params: Any, where: str, kind: str) -> None:
@@ -172,6 +173,11 @@ def test_a_wrong_item_is_refused_by_position_and_type(params: Any, where: str, k
         _select(params)
     assert isinstance(caught.value, TypeError)
     assert isinstance(caught.value, AveragersError)
+
+
+def test_a_group_with_more_parameters_than_names_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match=r"params\[0\]\['param_names'\] .* has 1 names, and there are 2"):
+        _select([{"params": [torch.zeros(1), torch.zeros(1)], "param_names": ["a"]}])
 
 
 # Which dtypes

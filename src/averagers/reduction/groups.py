@@ -12,18 +12,18 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, final
 
 from averagers.errors import InvalidTypeError, InvalidValueError, NotInitializedError
-from averagers.reduction.interface import GroupFactory, Lane, Marks, Work
+from averagers.reduction.interface import LATE_AFTER_S, GroupFactory, Lane, Marks, Work
 
 # Where a backend runs few operations of a process group at a time, buckets take as many groups in turn.
 _PARALLEL_LANES = 4
 
-# A rank that waits longer than this for the others leaves a mark, so that after a failure the ranks
-# that came can be told from those that did not.
-_MARK_AFTER_S = 0.5
+# A rank that is held leaves a mark, so that after a failure the ranks that came can be told from those that did not.
+# How long others wait for it.
 _MARK_GRACE_S = 2.0
 
 
@@ -104,10 +104,10 @@ class Group:
         Every rank that fails leaves a mark that it came, and gives the others a moment to do so too.
         """
         try:
-            self._mark_arrival()
+            self.mark_arrival()
             # Who comes after the timeout is late. But where a rank died early, others may be on their way.
             is_over = time.monotonic() - self._opened_at >= self.timeout_s
-            grace_s = 1.5 * _MARK_AFTER_S if is_over else _MARK_GRACE_S
+            grace_s = 1.5 * LATE_AFTER_S if is_over else _MARK_GRACE_S
             deadline = time.monotonic() + min(grace_s, self.timeout_s)
             missing = self._unmarked()
             while missing and time.monotonic() < deadline:
@@ -119,10 +119,10 @@ class Group:
 
     def _wait_for_peers(self, work: Work) -> None:
         """Wait for ``work``; after a while leave a mark that this rank came, at the timeout give up."""
-        patience = min(_MARK_AFTER_S, self.timeout_s)
+        patience = min(LATE_AFTER_S, self.timeout_s)
         if work.ends_within(patience):
             return
-        self._mark_arrival()
+        self.mark_arrival()
         # Not left to the backend: its timeout may be longer, or end the process.
         if not work.ends_within(self.timeout_s - patience):
             raise RuntimeError(f"the other ranks did not answer within {self.timeout_s:g} s")
@@ -130,11 +130,32 @@ class Group:
     def _mark(self, rank: int) -> str:
         return f"{self.name}/{self._openings}/{rank}"
 
-    def _mark_arrival(self) -> None:
+    def mark_arrival(self) -> None:
+        """Tell the other ranks that this one came to the last message, should they fail."""
         self._marks.leave(self._mark(self.rank))
 
     def _unmarked(self) -> tuple[int, ...]:
         return tuple(rank for rank in self.ranks if not self._marks.is_left(self._mark(rank)))
+
+
+@final
+@dataclass(frozen=True)
+class Route:
+    """How the mean of one level travels.
+
+    Attributes:
+        group: All ranks of the level's group.
+        legs: The groups that a bucket goes through: ``group`` alone; or first this node's ranks, then those with the
+            same place on each node.
+    """
+
+    group: Group
+    legs: tuple[Group, ...]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Every group that was opened for it, once."""
+        return self.legs if self.group in self.legs else (self.group, *self.legs)
 
 
 @final

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple, TypeAlias
 
 from averagers.reduction.layout import Kind
@@ -23,12 +23,28 @@ class Work(ABC):
     """A collective under way."""
 
     @abstractmethod
-    def wait(self) -> None:
-        """Return when what follows on this rank sees the result; a failed collective raises `RuntimeError`."""
+    def wait(self, when_late: Callable[[], None] | None = None) -> None:
+        """Return when what follows on this rank sees the result; a failed collective raises `RuntimeError`.
+
+        Args:
+            when_late: Called once where this rank is held for a noticeable time.
+        """
 
     @abstractmethod
     def ends_within(self, seconds: float) -> bool:
         """Wait at most so long and tell whether it ended; a failed collective raises `RuntimeError`."""
+
+
+LATE_AFTER_S = 0.5
+"""A rank that is held for longer than this tells the others that it came."""
+
+
+def wait_on_this_thread(work: Work, when_late: Callable[[], None] | None) -> None:
+    """Wait until ``work`` has ended, for `Work.wait` where nothing can go on meanwhile."""
+    if not work.ends_within(LATE_AFTER_S):
+        if when_late is not None:
+            when_late()
+        work.ends_within(inf)
 
 
 class Lane(ABC):

@@ -18,7 +18,15 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from averagers.reduction.framework import Framework
-from averagers.reduction.interface import GroupFactory, Lane, Marks, Record, TensorOperations, Work
+from averagers.reduction.interface import (
+    GroupFactory,
+    Lane,
+    Marks,
+    Record,
+    TensorOperations,
+    Work,
+    wait_on_this_thread,
+)
 from averagers.reduction.layout import Kind
 
 _ORDINARY_TYPES = frozenset({Tensor, Parameter})
@@ -33,10 +41,10 @@ class _Work(Work):
         self._work = work
         self._device_type = device_type
 
-    def wait(self) -> None:
+    def wait(self, when_late: Callable[[], None] | None = None) -> None:
         """On the CPU return when it has ended; on CUDA only the current stream waits."""
         if self._device_type == "cpu":
-            self.ends_within(float("inf"))
+            wait_on_this_thread(self, when_late)
         else:
             self._work.wait()  # pragma: only cuda
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any, final
 
 from averagers.errors import InvalidValueError
-from averagers.reduction.groups import Group
-from averagers.reduction.interface import Record, Tensor, TensorOperations, Work
+from averagers.reduction.groups import Group, Route
+from averagers.reduction.interface import Lane, Record, Tensor, TensorOperations, Work
 from averagers.reduction.layout import Bucket, plan_buckets
 from averagers.reduction.selection import (
     Listing,
@@ -31,10 +31,8 @@ from averagers.reduction.transfers import (
     ExchangeMean,
     Load,
     Transfer,
+    TwoLevelMean,
 )
-
-# Enough to keep the link busy while one bucket is packed and another unpacked.
-_BUCKETS_IN_FLIGHT = 4
 
 
 @final
@@ -100,7 +98,7 @@ class Reducer:
         self._operations = operations
         self.bucket_bytes = bucket_bytes
         self._layout = _Layout([], Listing((), 0), ())
-        self._buffers = self._new_buffers()
+        self._idle_buffers: list[Buffers] = []
 
     def select(self, params: Iterable[Any], once_trainable: set[int]) -> Selection:
         """Read ``params`` once and return what is averaged of it, see `select_tensors`."""
@@ -121,17 +119,17 @@ class Reducer:
                     f"{tensor.device.type} too, such as 'cpu:gloo,cuda:nccl'"
                 )
 
-    def average_(self, selection: Selection, group: Group, *, measure_drift: bool) -> Reduced:
-        """Replace every selected tensor by its mean over ``group``, in place."""
+    def average_(self, selection: Selection, route: Route, *, measure_drift: bool) -> Reduced:
+        """Replace every selected tensor by its mean over the route's group, in place."""
         drift = DriftMeter(self._operations) if measure_drift else None
-        wire_bytes = self._transfer(selection, group, drift=drift)
+        wire_bytes = self._transfer(selection, route, drift=drift)
         if drift is None:
             return Reduced(wire_bytes, None)
-        return Reduced(wire_bytes, math.sqrt(group.total(drift.total) / group.size))
+        return Reduced(wire_bytes, math.sqrt(route.group.total(drift.total) / route.group.size))
 
     def broadcast_(self, selection: Selection, group: Group) -> None:
         """Replace every selected tensor by that of the group's first rank, in place."""
-        self._transfer(selection, group, transfer=Broadcast())
+        self._transfer(selection, Route(group, (group,)), transfer=Broadcast())
 
     def snapshot(self, selection: Selection) -> Sequence[Tensor]:
         """Return copies of the selected tensors."""
@@ -146,7 +144,7 @@ class Reducer:
 
     def close(self) -> None:
         """Free the buffers kept between rounds."""
-        self._buffers = self._new_buffers()
+        self._idle_buffers = []
 
     def _selection(self, selected: list[tuple[Record, Tensor]]) -> Selection:
         records = [record for record, _ in selected]
@@ -164,7 +162,7 @@ class Reducer:
     def _transfer(
         self,
         selection: Selection,
-        group: Group,
+        route: Route,
         *,
         transfer: Transfer | None = None,
         drift: DriftMeter | None = None,
@@ -176,20 +174,21 @@ class Reducer:
             nonlocal wire_bytes
             for index, bucket in enumerate(selection.layout.buckets):
                 load = self._load(bucket, selection, drift)
-                chosen = transfer or self._mean_of(bucket.kind.dtype)
-                wire_bytes += chosen.wire_bytes(load, group.size)
-                lane = group.lane(index, bucket.kind.device.type)
-                buffers = self._buffers[index % _BUCKETS_IN_FLIGHT]
-                yield _Run(chosen.run(load, lane, buffers), _BUCKETS_IN_FLIGHT // chosen.num_collectives)
+                chosen = transfer or self._mean_of(bucket.kind.dtype, route)
+                wire_bytes += chosen.wire_bytes(load, [leg.size for leg in route.legs])
+                lanes = [leg.lane(index, bucket.kind.device.type) for leg in route.legs]
+                yield _Run(self._steps(chosen, load, lanes), chosen.lags)
 
         with self._operations.plain_memory():
-            try:
-                _run_pipeline(runs())
-            except BaseException:
-                # Collectives still under way may write into these buffers.
-                self._buffers = self._new_buffers()
-                raise
+            # Where this fails, collectives under way may write into the buffers that are not idle: they are let go.
+            _run_pipeline(runs(), route.group.mark_arrival)
         return round(wire_bytes)
+
+    def _steps(self, transfer: Transfer, load: Load, lanes: Sequence[Lane]) -> Generator[Work, None, None]:
+        """Run a bucket with buffers that are free, and set these free at the end."""
+        buffers = self._idle_buffers.pop() if self._idle_buffers else Buffers(self._operations)
+        yield from transfer.run(load, lanes, buffers)
+        self._idle_buffers.append(buffers)
 
     def _load(self, bucket: Bucket, selection: Selection, drift: DriftMeter | None) -> Load:
         """Bind a bucket to the tensors as they are now."""
@@ -207,11 +206,10 @@ class Reducer:
     def _in_memory_order(self, tensor: Tensor) -> Tensor:
         return in_memory_order(self._operations.reals(tensor))
 
-    def _mean_of(self, dtype: Any) -> Transfer:
+    def _mean_of(self, dtype: Any, route: Route) -> Transfer:
+        if len(route.legs) > 1:
+            return TwoLevelMean()
         return ExchangeMean() if dtype in self._operations.sixteen_bit else AllReduceMean()
-
-    def _new_buffers(self) -> tuple[Buffers, ...]:
-        return tuple(Buffers(self._operations) for _ in range(_BUCKETS_IN_FLIGHT))
 
 
 @dataclass
@@ -220,26 +218,31 @@ class _Run:
 
     Attributes:
         steps: Yields each collective that it has started.
-        lag: How many buckets are started between two steps of this one.
+        lags: How many buckets are started between two steps of this one, for each step in turn.
+        num_steps: How many steps it has taken.
         due: The tick of the next step.
         work: The collective to wait for then.
     """
 
     steps: Generator[Work, None, None]
-    lag: int
+    lags: Sequence[int]
+    num_steps: int = 0
     due: int = 0
     work: Work | None = None
 
-    def advance(self, tick: int) -> bool:
+    def advance(self, tick: int, when_late: Callable[[], None]) -> bool:
         """Wait for the collective under way and go on; False at the end."""
         if self.work is not None:
-            self.work.wait()
+            self.work.wait(when_late)
         self.work = next(self.steps, None)
-        self.due = tick + self.lag
-        return self.work is not None
+        if self.work is None:
+            return False
+        self.due = tick + self.lags[self.num_steps]
+        self.num_steps += 1
+        return True
 
 
-def _run_pipeline(runs: Iterable[_Run]) -> None:
+def _run_pipeline(runs: Iterable[_Run], when_late: Callable[[], None]) -> None:
     """Start the runs in turn, and go on with those whose lag has passed.
 
     When a run goes on is counted in buckets, never in time, so that every rank starts the same
@@ -249,15 +252,15 @@ def _run_pipeline(runs: Iterable[_Run]) -> None:
     tick = 0
     for run in runs:
         tick += 1
-        _advance_due(under_way, tick)
-        if run.advance(tick):
+        _advance_due(under_way, tick, when_late)
+        if run.advance(tick, when_late):
             under_way.append(run)
     while under_way:
         tick += 1
-        _advance_due(under_way, tick)
+        _advance_due(under_way, tick, when_late)
 
 
-def _advance_due(under_way: deque[_Run], tick: int) -> None:
+def _advance_due(under_way: deque[_Run], tick: int, when_late: Callable[[], None]) -> None:
     for run in [run for run in under_way if run.due == tick]:
-        if not run.advance(tick):
+        if not run.advance(tick, when_late):
             under_way.remove(run)

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from math import prod
 from typing import Any, NamedTuple
 
-from averagers.errors import InvalidTypeError, UnsupportedTensorError
+from averagers.errors import InvalidTypeError, InvalidValueError, UnsupportedTensorError
 from averagers.reduction.interface import Record, Tensor, TensorOperations, stride_order
 
 
@@ -163,8 +163,15 @@ def _named_items(item: Any, index: int, tensor_type: type) -> Iterator[tuple[str
         yield item
     elif isinstance(item, Mapping) and "params" in item:
         members = item["params"]
+        if not isinstance(members, Iterable):
+            raise _wrong_item(members, f"params[{index}]['params']")
         members = [members] if isinstance(members, tensor_type) else list(members)
         names = item.get("param_names", [None] * len(members))
+        if len(names) != len(members):
+            raise InvalidValueError(
+                f"params[{index}]['param_names'] must name each parameter of the group: it has {len(names)} names, "
+                f"and there are {len(members)} parameters"
+            )
         for member_index, (name, member) in enumerate(zip(names, members, strict=True)):
             if isinstance(member, tensor_type):
                 yield name, member

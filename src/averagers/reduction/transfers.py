@@ -105,18 +105,24 @@ class Transfer(ABC):
     """What happens to a bucket: a generator that yields each collective that it has started.
 
     Attributes:
-        num_collectives: How many collectives a bucket takes.
+        lags: For each collective of a bucket, how many buckets are started before it is waited for.
     """
 
-    num_collectives: int
+    lags: tuple[int, ...]
 
     @abstractmethod
-    def run(self, load: Load, lane: Lane, buffers: Buffers) -> Generator[Work, None, None]:
-        """Start the collectives of one bucket, each after the wait for the one before."""
+    def run(self, load: Load, lanes: Sequence[Lane], buffers: Buffers) -> Generator[Work, None, None]:
+        """Start the collectives of one bucket, each after the wait for the one before.
+
+        Args:
+            load: The bucket.
+            lanes: One for each leg of the route.
+            buffers: Staging memory.
+        """
 
     @abstractmethod
-    def wire_bytes(self, load: Load, group_size: int) -> float:
-        """Return how many bytes this rank sends for one bucket."""
+    def wire_bytes(self, load: Load, sizes: Sequence[int]) -> float:
+        """Return how many bytes this rank sends for one bucket, given the size of each leg's group."""
 
 
 @final
@@ -126,28 +132,26 @@ class AllReduceMean(Transfer):
     Dividing first cannot overflow, and gives torch's own averager's bits where two ranks average.
     """
 
-    num_collectives = 1
+    lags = (4,)
 
-    def run(self, load: Load, lane: Lane, buffers: Buffers) -> Generator[Work, None, None]:
+    def run(self, load: Load, lanes: Sequence[Lane], buffers: Buffers) -> Generator[Work, None, None]:
         """Yield one all-reduce."""
+        (lane,) = lanes
         if load.in_place:
             flat = load.blocks[0]
         else:
             flat = buffers.take("values", load.num_elements, load.blocks[0])
             load.pack(flat)
-        if lane.size & (lane.size - 1):
-            flat.div_(lane.size)
-        else:  # a power of two: the same bits, faster
-            flat.mul_(1 / lane.size)
+        _divide_(flat, lane.size)
         yield lane.all_reduce(flat)
         if load.in_place:
             load.mark_written()
         else:
             load.unpack(flat)
 
-    def wire_bytes(self, load: Load, group_size: int) -> float:
+    def wire_bytes(self, load: Load, sizes: Sequence[int]) -> float:
         """Return ``2 (n - 1) / n`` of the bucket's bytes, as a ring sends."""
-        return 2 * (group_size - 1) / group_size * load.num_elements * load.itemsize
+        return _ring_bytes(load.num_elements * load.itemsize, *sizes)
 
 
 @final
@@ -158,54 +162,146 @@ class ExchangeMean(Transfer):
     all-reduce would round at every hop.
     """
 
-    num_collectives = 2
+    lags = (2, 2)
 
-    def run(self, load: Load, lane: Lane, buffers: Buffers) -> Generator[Work, None, None]:
+    def run(self, load: Load, lanes: Sequence[Lane], buffers: Buffers) -> Generator[Work, None, None]:
         """Yield an all-to-all and an all-gather."""
-        size = lane.size
-        part = -(-load.num_elements // size)
-        in_place = load.in_place and load.num_elements == part * size
-        if in_place:
-            values = load.blocks[0]
-        else:
-            values = buffers.take("values", part * size, load.blocks[0])
-            load.pack(values)
-            values[load.num_elements :].zero_()
-        received = buffers.take("received", part * size, values)
-        yield lane.all_to_all(received, values)
-        # A power of two keeps the bits and the sum of bfloat16's largest numbers finite.
-        scale = 2.0 ** -(size - 1).bit_length()
-        total = buffers.take("total", part, values, load.operations.float32)
-        total.copy_(received[:part]).mul_(scale)
-        for start in range(part, part * size, part):
-            total.add_(received[start : start + part], alpha=scale)
-        total.div_(size * scale)
-        mean = received[:part].copy_(total)
-        yield lane.all_gather(values, mean)
-        if in_place:
-            load.mark_written()
-        else:
-            load.unpack(values)
+        (lane,) = lanes
+        parts = _Parts(load, lane.size, buffers)
+        yield lane.all_to_all(parts.received, parts.values)
+        scale = _scale_of_sum(lane.size)
+        total = parts.sum(load.operations.float32, scale)
+        yield lane.all_gather(parts.values, parts.rounded(total.div_(lane.size * scale)))
+        parts.land()
 
-    def wire_bytes(self, load: Load, group_size: int) -> float:
+    def wire_bytes(self, load: Load, sizes: Sequence[int]) -> float:
         """Return twice the ``n - 1`` parts that this rank sends to the others."""
-        part = -(-load.num_elements // group_size)
-        return 2 * (group_size - 1) * part * load.itemsize
+        (size,) = sizes
+        return 2 * (size - 1) * _part(load, size) * load.itemsize
+
+
+@final
+class TwoLevelMean(Transfer):
+    """Sum within the node, then between the nodes, each rank its own part, and give the mean back within the node.
+
+    Each byte of the mean crosses a node's link once in each direction, however many ranks the node has; a ring
+    through all ranks sends up to twice as much there. While one bucket crosses, others go through their nodes.
+    """
+
+    lags = (1, 4, 1)
+
+    def run(self, load: Load, lanes: Sequence[Lane], buffers: Buffers) -> Generator[Work, None, None]:
+        """Yield an all-to-all within the node, an all-reduce between the nodes, an all-gather within the node."""
+        within, across = lanes
+        num_ranks = within.size * across.size
+        parts = _Parts(load, within.size, buffers)
+        if load.itemsize > 2:
+            _divide_(parts.values, num_ranks)
+            yield within.all_to_all(parts.received, parts.values)
+            mean = parts.sum(load.blocks[0].dtype)
+            yield across.all_reduce(mean)
+        else:
+            yield within.all_to_all(parts.received, parts.values)
+            scale = _scale_of_sum(num_ranks)
+            # In float32 between the nodes too, so that the mean is rounded once.
+            total = parts.sum(load.operations.float32, scale)
+            yield across.all_reduce(total)
+            mean = parts.rounded(total.div_(num_ranks * scale))
+        yield within.all_gather(parts.values, mean)
+        parts.land()
+
+    def wire_bytes(self, load: Load, sizes: Sequence[int]) -> float:
+        """Return twice the parts for the others of the node, and a ring's bytes of one part between the nodes."""
+        within, across = sizes
+        part = _part(load, within)
+        return 2 * (within - 1) * part * load.itemsize + _ring_bytes(part * max(4, load.itemsize), across)
+
+
+@final
+class _Parts:
+    """A bucket in equal parts, one for each rank of a group, of which this rank sums its own.
+
+    Args:
+        load: The bucket.
+        num_parts: How many ranks the group has.
+        buffers: Staging memory.
+
+    Attributes:
+        values: The bucket, padded with zeros; where it can be, the tensor's own memory.
+        received: Where the ranks' values for this rank's part arrive.
+    """
+
+    def __init__(self, load: Load, num_parts: int, buffers: Buffers) -> None:
+        self._load = load
+        self._buffers = buffers
+        self._size = _part(load, num_parts)
+        padded = self._size * num_parts
+        self._in_place = load.in_place and load.num_elements == padded
+        if self._in_place:
+            self.values = load.blocks[0]
+        else:
+            self.values = buffers.take("values", padded, load.blocks[0])
+            load.pack(self.values)
+            self.values[load.num_elements :].zero_()
+        self.received = buffers.take("received", padded, self.values)
+
+    def sum(self, dtype: Any, scale: float = 1.0) -> Tensor:
+        """Return ``scale`` times the sum of what was received, summed in ``dtype``."""
+        first, *others = self.received.split(self._size)
+        total = self._buffers.take("total", self._size, first, dtype)
+        total.copy_(first)
+        if scale != 1.0:
+            total.mul_(scale)
+        for other in others:
+            total.add_(other, alpha=scale)
+        return total
+
+    def rounded(self, mean: Tensor) -> Tensor:
+        """Return a mean in float32 in the bucket's own dtype, where what was received stood."""
+        return self.received[: self._size].copy_(mean)
+
+    def land(self) -> None:
+        """Put ``values``, which hold the mean now, where they belong."""
+        if self._in_place:
+            self._load.mark_written()
+        else:
+            self._load.unpack(self.values)
+
+
+def _part(load: Load, num_parts: int) -> int:
+    return -(-load.num_elements // num_parts)
+
+
+def _divide_(values: Tensor, divisor: int) -> None:
+    if divisor & (divisor - 1):
+        values.div_(divisor)
+    else:  # a power of two: the same bits, faster
+        values.mul_(1 / divisor)
+
+
+def _scale_of_sum(num_ranks: int) -> float:
+    """Return a power of two, which keeps the bits, that keeps the sum of bfloat16's largest numbers finite."""
+    return 2.0 ** -(num_ranks - 1).bit_length()
+
+
+def _ring_bytes(num_bytes: int, group_size: int) -> float:
+    return 2 * (group_size - 1) / group_size * num_bytes
 
 
 @final
 class Broadcast(Transfer):
     """Replace a bucket by the first rank's, byte by byte, so that any dtype will do."""
 
-    num_collectives = 1
+    lags = (4,)
 
-    def run(self, load: Load, lane: Lane, buffers: Buffers) -> Generator[Work, None, None]:
+    def run(self, load: Load, lanes: Sequence[Lane], buffers: Buffers) -> Generator[Work, None, None]:
         """Yield one broadcast."""
+        (lane,) = lanes
         values = buffers.take("values", load.num_elements, load.blocks[0])
         load.pack(values)
         yield lane.broadcast(values.view(load.operations.uint8))
         load.unpack(values)
 
-    def wire_bytes(self, load: Load, group_size: int) -> float:
+    def wire_bytes(self, load: Load, sizes: Sequence[int]) -> float:
         """Return the bucket's bytes, the most that a rank passes on in a tree."""
         return load.num_elements * load.itemsize

@@ -1,0 +1,237 @@
+"""Nodes with slow links between them, on this machine: network namespaces on a bridge, with tc's token bucket.
+
+    make bench-network                           # compares rounds over a slow link, about 3 minutes
+    python benchmarks/network.py --quick         # a small model
+
+A node is a network namespace with a host name of its own; each of its two directions is limited to the rate. Ranks are
+started with torchrun in each node and talk over gloo, bound to the node's interface; what really crossed a link is read
+from the interface's counter. Needs root and iproute2 (ip, tc); without them it says so and exits with 2. Prints a table
+and writes benchmarks/results/network.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "network.json"
+MTU = 1500
+# Of Ethernet, IP and TCP with timestamps, as the interface counts them.
+HEADER_BYTES = 14 + 20 + 32
+PAYLOAD_BYTES = MTU - 20 - 32
+
+# Deletes the namespaces when its standard input ends: also where this process was killed.
+JANITOR = """
+import os, signal, subprocess, sys
+sys.stdin.read()
+for name in sys.argv[1:]:
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+    for pid in listed.split():
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+"""
+
+
+class NetworkUnavailableError(RuntimeError):
+    """This machine or user cannot make network namespaces; the message says why."""
+
+
+def run(*command: str) -> str:
+    """Run a program and return its output; its error is a `NetworkUnavailableError`."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NetworkUnavailableError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+class Network:
+    """So many nodes on one switch, with a limited rate in both directions of each node's link.
+
+    Args:
+        num_nodes: How many.
+        rate_mbit: Megabits a second of each direction.
+
+    Raises:
+        NetworkUnavailableError: it cannot be made here.
+    """
+
+    def __init__(self, num_nodes: int, rate_mbit: float) -> None:
+        self.num_nodes = num_nodes
+        self.rate_mbit = rate_mbit
+        self.nodes = [f"averagers-{os.getpid()}-node{index}" for index in range(num_nodes)]
+        self._switch = f"averagers-{os.getpid()}-switch"
+        self._janitor: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Network:
+        if os.geteuid() != 0:
+            raise NetworkUnavailableError("network namespaces need root")
+        for tool in ("ip", "tc", "unshare"):
+            if shutil.which(tool) is None:
+                raise NetworkUnavailableError(f"`{tool}` is not installed (packages iproute2 and util-linux)")
+        names = [self._switch, *self.nodes]
+        self._janitor = subprocess.Popen(
+            [sys.executable, "-c", JANITOR, *names], stdin=subprocess.PIPE, start_new_session=True
+        )
+        try:
+            self._build()
+        except BaseException:
+            self._clean_up()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._clean_up()
+
+    def _build(self) -> None:
+        for name in (self._switch, *self.nodes):
+            run("ip", "netns", "add", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", self._switch, "link", "set", "bridge", "up")
+        for index, node in enumerate(self.nodes):
+            port = f"port{index}"
+            pair = f"eth0 mtu {MTU} type veth peer name {port} mtu {MTU} netns {self._switch}"
+            run("ip", "-n", node, "link", "add", *pair.split())
+            run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
+            run("ip", "-n", node, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
+            run("ip", "-n", node, "link", "set", "eth0", "up")
+            # Out of the node, and into it. The kernel hands large segments on whole, which the counter would take for
+            # one header: let it cut them.
+            for namespace, device in ((node, "eth0"), (self._switch, port)):
+                limit = f"root tbf rate {self.rate_mbit}mbit burst 32kb latency 100ms"
+                run("tc", "-n", namespace, "qdisc", "add", "dev", device, *limit.split())
+
+    def _clean_up(self) -> None:
+        if self._janitor is not None and self._janitor.stdin is not None:
+            self._janitor.stdin.close()
+            self._janitor.wait()
+
+    def address(self, node: int) -> str:
+        """Return the address of a node."""
+        return f"10.99.0.{node + 1}"
+
+    def torchrun(self, ranks_per_node: int, script: Path, *arguments: str, timeout_s: float) -> None:
+        """Run ``script`` on every node, and return when all have ended.
+
+        Raises:
+            RuntimeError: one failed, or did not end within the timeout; with its output.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [Path(folder) / f"{node}.txt" for node in self.nodes]
+            programs = []
+            for index, node in enumerate(self.nodes):
+                # Each node its own host name, by which averagers tells nodes apart.
+                shell = f'hostname node{index}; exec "$@"'
+                enter = ["ip", "netns", "exec", node, "unshare", "--uts", "sh", "-c", shell, "sh"]
+                torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.num_nodes}"]
+                torchrun += [f"--nproc-per-node={ranks_per_node}", f"--node-rank={index}"]
+                torchrun += [f"--master-addr={self.address(0)}", "--master-port=29500"]
+                environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+                with outputs[index].open("w") as output:
+                    programs.append(
+                        subprocess.Popen(
+                            [*enter, *torchrun, str(script), *arguments],
+                            env=environment,
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            try:
+                deadline = time.monotonic() + timeout_s
+                codes = [program.wait(max(0.1, deadline - time.monotonic())) for program in programs]
+            except subprocess.TimeoutExpired:
+                codes = [-1]
+            finally:
+                for program in programs:
+                    program.kill()
+                    program.wait()
+            if any(codes):
+                said = "\n".join(f"--- {path.stem}\n{path.read_text()[-3000:]}" for path in outputs)
+                raise RuntimeError(f"ranks failed, or did not end within {timeout_s:g} s:\n{said}")
+
+
+def on_the_wire(payload_bytes: float) -> float:
+    """Return the bytes that an interface counts for so much payload, headers with it."""
+    return payload_bytes * (1 + HEADER_BYTES / PAYLOAD_BYTES)
+
+
+def compare(
+    num_nodes: int, ranks_per_node: int, rate_mbit: float, num_elements: int, repetitions: int
+) -> dict[str, Any]:
+    """Measure one round among all ranks in each of the ways, in turn, in one run."""
+    with Network(num_nodes, rate_mbit) as network, tempfile.TemporaryDirectory() as folder:
+        figures = Path(folder) / "figures.json"
+        arguments = (str(num_elements), str(repetitions), str(figures))
+        network.torchrun(ranks_per_node, HERE / "network_rounds.py", *arguments, timeout_s=300)
+        ways: dict[str, Any] = json.loads(figures.read_text())
+    minimum = on_the_wire(2 * (num_nodes - 1) / num_nodes * 4 * num_elements)
+    return {
+        "nodes": num_nodes,
+        "ranks_per_node": ranks_per_node,
+        "rate_mbit": rate_mbit,
+        "elements": num_elements,
+        "minimum_bytes": minimum,
+        "limit_seconds": minimum * 8 / (rate_mbit * 1e6),
+        "ways": ways,
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    title = (
+        f"one round: {result['nodes']} nodes x {result['ranks_per_node']} ranks, "
+        f"{result['elements'] / 1e6:g} million float32, {result['rate_mbit']:g} Mbit/s"
+    )
+    table = Table("way", "seconds", "/ torch", "/ link's limit", "bytes / minimum", title=title)
+    for way, figures in result["ways"].items():
+        table.add_row(
+            way,
+            f"{figures['seconds']:.3f}",
+            f"{figures['seconds'] / result['ways']['torch']['seconds']:.2f}",
+            f"{figures['seconds'] / result['limit_seconds']:.2f}",
+            f"{figures['bytes'] / result['minimum_bytes']:.3f}",
+        )
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model and one size of cluster")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the figures")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    clusters = [(2, 2, 200, 400_000, 3)] if options.quick else [(2, 2, 200, 8_000_000, 5), (4, 2, 200, 8_000_000, 3)]
+    console = Console(width=110)
+    results = []
+    for cluster in clusters:
+        try:
+            results.append(compare(*cluster))
+        except NetworkUnavailableError as error:
+            print(f"no network of nodes can be made here: {error}", file=sys.stderr)
+            return 2
+        show(results[-1], console)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(results, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
