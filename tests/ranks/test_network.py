@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ NETWORK = [sys.executable, str(ROOT / "benchmarks" / "network.py"), "--quick"]
 
 
 def _namespaces_of(pid: int) -> list[str]:
+    if shutil.which("ip") is None:
+        return []
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith(f"averagers-{pid}-")]
 
