@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from averagers.errors import InvalidTypeError, InvalidValueError, StateDictError
@@ -66,6 +67,42 @@ def check_nodes(nodes: object, ranks: Sequence[int] | None) -> list[str] | None:
             f"{len(ranks)} ranks"
         )
     return [str(node) for node in nodes]
+
+
+def check_axes(axis_period_dict: object, mesh_axes: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the axes to average along, in the mesh's order, if each has a period and inner ones the shorter.
+
+    Args:
+        axis_period_dict: Maps axes to periods.
+        mesh_axes: Of the mesh, the outermost first; None if it has no names.
+
+    Raises:
+        InvalidTypeError: it is not a mapping, a period is not an ``int``, or the mesh has no named axes.
+        InvalidValueError: it is empty, names an axis that is not there, or its periods do not fit the mesh.
+    """
+    name = "axis_period_dict"
+    if not mesh_axes:
+        raise InvalidTypeError("mesh must be a DeviceMesh with named axes: give init_device_mesh its mesh_dim_names")
+    if not isinstance(axis_period_dict, Mapping):
+        raise InvalidTypeError(
+            f"{name} must map axes of the mesh to periods, such as {{'replicate': 50}}, got {axis_period_dict!r} "
+            f"of type {type(axis_period_dict).__name__}"
+        )
+    unknown = [axis for axis in axis_period_dict if axis not in mesh_axes]
+    if unknown or not axis_period_dict:
+        raise InvalidValueError(
+            f"{name} must name axes of the mesh, which has {', '.join(map(repr, mesh_axes))}, got {axis_period_dict!r}"
+        )
+    axes = tuple(axis for axis in mesh_axes if axis in axis_period_dict)
+    for axis in axes:
+        check_whole_number(f"the period of axis {axis!r} in {name}", axis_period_dict[axis], minimum=1)
+    for outer, inner in pairwise(axes):
+        if axis_period_dict[inner] >= axis_period_dict[outer]:
+            raise InvalidValueError(
+                f"in {name} an axis within another must have the shorter period: {inner!r} lies within {outer!r}, and "
+                f"has period {axis_period_dict[inner]}, not less than {axis_period_dict[outer]}"
+            )
+    return axes
 
 
 def check_averager_state(state_dict: object, configuration: Mapping[str, Any]) -> tuple[int, set[int]]:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from averagers.arguments import check_axes
 from averagers.engine import ModelAverager, ScheduledAverager
 from averagers.events import Observer
 from averagers.hierarchy import Hierarchy
 from averagers.schedule import Hierarchical, Periodic
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "HierarchicalModelAverager",
@@ -31,7 +37,8 @@ class PeriodicModelAverager(ScheduledAverager):
     Args:
         period: Steps from one round to the next.
         warmup_steps: Steps before the first round.
-        process_group: The ranks that average; None means all of them.
+        process_group: The ranks that average: a process group, or a ``DeviceMesh`` of one axis; None means
+            all of them.
         bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model, for
             16-bit floats up to twelve.
         timeout_s: Seconds after which a round fails; None means the process group's own timeout.
@@ -102,7 +109,8 @@ class HierarchicalModelAverager(ScheduledAverager):
             any order. Each size divides the next longer period's; the longest period's is the size of
             the process group.
         warmup_steps: Steps before the first round.
-        process_group: The ranks that average; None means all of them.
+        process_group: The ranks that average: a process group, or a ``DeviceMesh`` of one axis; None means
+            all of them.
         bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model, for
             16-bit floats up to twelve.
         timeout_s: Seconds after which a round fails; None means the process group's own timeout.
@@ -162,6 +170,36 @@ class HierarchicalModelAverager(ScheduledAverager):
             nodes=nodes,
         )
         self._periods = hierarchy.periods
+
+    @classmethod
+    def from_mesh(cls, mesh: Any, axis_period_dict: Mapping[str, int], warmup_steps: int = 0, **options: Any) -> Self:
+        """Build levels from the axes of a device mesh along which the model is replicated.
+
+        Every rank of the mesh must call this. With sharded or tensor-parallel parameters (``DTensor``) each rank's
+        shards are averaged with those who hold the same shards.
+
+        Args:
+            mesh: A ``DeviceMesh`` with named axes, the outermost first.
+            axis_period_dict: Maps axes to the period of averaging along each, in steps, in any order. An axis
+                that lies within another has the shorter period.
+            warmup_steps: Steps before the first round.
+            options: The keyword arguments of the constructor.
+
+        Raises:
+            InvalidTypeError, InvalidValueError: an argument breaks a rule.
+
+        Example:
+            Shards within each node, and averaging every 50 steps across the nodes:
+
+            >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+            >>> averager = averagers.HierarchicalModelAverager.from_mesh(mesh, {"replicate": 50})
+        """
+        names = check_axes(axis_period_dict, getattr(mesh, "mesh_dim_names", None))
+        replicas = mesh[names if len(names) > 1 else names[0]]
+        sizes = accumulate((mesh.size(mesh.mesh_dim_names.index(name)) for name in reversed(names)), mul)
+        periods = {axis_period_dict[name]: size for name, size in zip(reversed(names), sizes, strict=True)}
+        whole = replicas if len(names) == 1 else replicas._flatten()
+        return cls(periods, warmup_steps, whole.get_group(), **options)
 
     @property
     def period_process_group_dict(self) -> OrderedDict[int, Any]:

@@ -230,6 +230,9 @@ class _GroupFactory(GroupFactory):
         'tensorplay.distributed.init_process_group("gloo") before building an averager'
     )
 
+    def group_of_mesh(self, mesh: Any) -> Any:
+        return mesh
+
     def world(self) -> Any:
         return dist.GroupMember.WORLD
 
@@ -277,6 +280,7 @@ class _TensorOperations(TensorOperations):
     """Operations on TensorPlay's tensors."""
 
     tensor_type = tp.Tensor
+    ordinary_types = frozenset({tp.Tensor, Parameter})
     parameter_type = Parameter
     lazy_types = (UninitializedParameter, UninitializedBuffer)
     strided = tp.strided
@@ -285,10 +289,13 @@ class _TensorOperations(TensorOperations):
     float32 = tp.float32
     uint8 = tp.uint8
 
-    def record(self, name: str, tensor: Tensor) -> Record:
+    def local(self, tensor: Tensor) -> tuple[Tensor, str]:
+        return tensor, ""
+
+    def record(self, name: str, tensor: Tensor, shard: str) -> Record:
         # Tensors without elements have an address too, the same for all.
         address = tensor.data_ptr() if tensor.numel() else 0
-        return Record(name, address, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        return Record(name, address, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, shard)
 
     def refusal(self, tensor: Tensor) -> str | None:
         # TensorPlay's layouts are numbers without a name.
@@ -375,6 +382,13 @@ class HierarchicalModelAverager(averager.HierarchicalModelAverager, ModelAverage
         >>> averager = averagers.HierarchicalModelAverager({4: 2, 32: 4}, warmup_steps=100)
         >>> averager.average_parameters(model.parameters())  # after each optimizer.step()
     """
+
+    @classmethod
+    def from_mesh(cls, *arguments: Any, **options: Any) -> NoReturn:
+        """Refuse: it is for torch's device meshes."""
+        raise InvalidTypeError(
+            "from_mesh takes a DeviceMesh of torch: on TensorPlay give the levels' sizes and a process_group"
+        )
 
 
 @final

@@ -23,12 +23,15 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(package.__path_
 
 def names_that_examples_use(folder: str) -> dict[str, Any]:
     """What a reader has at hand: a model, an optimizer, data, a place for files."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     model = lib.nn.Linear(3, 2)
     data = [(lib.randn(4, 3), lib.randn(4, 2)) for _ in range(3)]
     return {
         "torch": lib,
         "dist": dist,
         "averagers": averagers,
+        "init_device_mesh": init_device_mesh,
         "model": model,
         "optimizer": lib.optim.SGD(model.parameters(), lr=0.1),
         "loss_fn": lib.nn.MSELoss(),

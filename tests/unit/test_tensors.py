@@ -22,11 +22,13 @@ _OPERATIONS = PYTORCH.operations
 
 
 def select_tensors(params: Any, once_trainable: set[int]) -> list[tuple[Any, Tensor]]:
-    return selection.select_tensors(params, once_trainable, _OPERATIONS)
+    selected = selection.select_tensors(params, once_trainable, _OPERATIONS)
+    assert all(one.whole is one.tensor for one in selected)
+    return [(one.record, one.tensor) for one in selected]
 
 
 def select_every_tensor(tensors: Any) -> list[tuple[Any, Tensor]]:
-    return selection.select_every_tensor(tensors, _OPERATIONS)
+    return [(one.record, one.tensor) for one in selection.select_every_tensor(tensors, _OPERATIONS)]
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

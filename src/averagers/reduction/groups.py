@@ -190,6 +190,7 @@ class Groups:
             raise NotInitializedError(f"averaging needs a process group: {self._factory.how_to_start}")
         if process_group is None:
             return world
+        process_group = self._factory.group_of_mesh(process_group)
         if self._is_non_member(process_group):
             return process_group
         if not isinstance(process_group, self._factory.group_type):

@@ -117,6 +117,10 @@ class GroupFactory(ABC):
     how_to_start: str
 
     @abstractmethod
+    def group_of_mesh(self, mesh: Any) -> Any:
+        """Return the process group that a device mesh of one axis stands for; anything else as it is."""
+
+    @abstractmethod
     def world(self) -> Any:
         """Return the process group of all ranks; None before the framework's ``init_process_group``."""
 
@@ -162,7 +166,10 @@ class GroupFactory(ABC):
 
 
 class Record(NamedTuple):
-    """What there is to know of a tensor without reading it; equal records mean the same memory."""
+    """What there is to know of a tensor without reading it; equal records mean the same memory.
+
+    Of a tensor that is spread over ranks it is the shard of this rank; ``shard`` says which one, and is empty else.
+    """
 
     name: str
     address: int
@@ -170,6 +177,7 @@ class Record(NamedTuple):
     stride: tuple[int, ...]
     dtype: Any
     device: Any
+    shard: str = ""
 
     @property
     def is_freed(self) -> bool:
@@ -216,6 +224,7 @@ class TensorOperations(ABC):
 
     Attributes:
         tensor_type: The class of all tensors.
+        ordinary_types: Classes of tensors that lie whole on this rank.
         parameter_type: The class of those that a module trains.
         lazy_types: The classes of those that have no shape yet.
         strided: The layout of a dense tensor.
@@ -226,6 +235,7 @@ class TensorOperations(ABC):
     """
 
     tensor_type: type
+    ordinary_types: frozenset[type]
     parameter_type: type
     lazy_types: tuple[type, ...]
     strided: Any
@@ -235,7 +245,14 @@ class TensorOperations(ABC):
     uint8: Any
 
     @abstractmethod
-    def record(self, name: str, tensor: Tensor) -> Record:
+    def local(self, tensor: Tensor) -> tuple[Tensor, str]:
+        """Return what of ``tensor`` lies on this rank, and which shard that is; the tensor and "" where it is whole.
+
+        Two ranks' shards have the same name if and only if they are shards of the same place.
+        """
+
+    @abstractmethod
+    def record(self, name: str, tensor: Tensor, shard: str) -> Record:
         """Return what there is to know of ``tensor``; its address is 0 where it has no elements."""
 
     @abstractmethod

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -28,8 +29,6 @@ from averagers.reduction.interface import (
     wait_on_this_thread,
 )
 from averagers.reduction.layout import Kind
-
-_ORDINARY_TYPES = frozenset({Tensor, Parameter})
 
 
 @final
@@ -139,11 +138,14 @@ class _GroupFactory(GroupFactory):
     """
 
     group_type = dist.ProcessGroup
-    group_type_name = "torch.distributed.ProcessGroup"
+    group_type_name = "torch.distributed.ProcessGroup, a DeviceMesh of one axis"
     non_member = dist.GroupMember.NON_GROUP_MEMBER
     how_to_start = (
         "start the script with torchrun and call torch.distributed.init_process_group() before building an averager"
     )
+
+    def group_of_mesh(self, mesh: Any) -> Any:
+        return mesh.get_group() if isinstance(mesh, DeviceMesh) and mesh.ndim == 1 else mesh
 
     def world(self) -> Any:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -210,6 +212,7 @@ class _TensorOperations(TensorOperations):
     """Operations on torch's tensors."""
 
     tensor_type = Tensor
+    ordinary_types = frozenset({Tensor, Parameter})
     parameter_type = Parameter
     lazy_types = (UninitializedParameter, UninitializedBuffer)
     strided = torch.strided
@@ -224,11 +227,20 @@ class _TensorOperations(TensorOperations):
     float32 = torch.float32
     uint8 = torch.uint8
 
-    def record(self, name: str, tensor: Tensor) -> Record:
-        return Record(name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    def local(self, tensor: Tensor) -> tuple[Tensor, str]:
+        if not is_traceable_wrapper_subclass(tensor):
+            return tensor, ""
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor) or any(placement.is_partial() for placement in tensor.placements):
+            return tensor, ""
+        return tensor.detach().to_local(), _shard_name(tensor)
+
+    def record(self, name: str, tensor: Tensor, shard: str) -> Record:
+        return Record(name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, shard)
 
     def refusal(self, tensor: Tensor) -> str | None:
-        if type(tensor) not in _ORDINARY_TYPES and is_traceable_wrapper_subclass(tensor):
+        if type(tensor) not in self.ordinary_types and is_traceable_wrapper_subclass(tensor):
             return f"it is a {type(tensor).__name__}; average the plain tensors it is made of"
         if tensor.is_nested:
             return "its layout is nested; only dense tensors can be"
@@ -267,6 +279,19 @@ class _TensorOperations(TensorOperations):
         wide = torch.promote_types(values.dtype, torch.float32)
         distance: Tensor = torch.linalg.vector_norm(values.to(wide) - means, dtype=torch.float64)
         return distance.square()
+
+
+def _shard_name(tensor: Any) -> str:
+    """Return which shard of a ``DTensor`` this rank has, such as ``0 of 2 along dim 0 (mesh axis 'shard')``."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    return ", ".join(
+        f"{place} of {mesh.size(axis)} along dim {placement.dim} (mesh axis {name!r})"
+        for axis, (name, place, placement) in enumerate(
+            zip(names, mesh.get_coordinate(), tensor.placements, strict=True)
+        )
+        if not placement.is_replicate()
+    )
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from averagers.reduction.interface import Lane, Record, Tensor, TensorOperations
 from averagers.reduction.layout import Bucket, plan_buckets
 from averagers.reduction.selection import (
     Listing,
+    Selected,
     describe,
     elements,
     in_memory_order,
@@ -73,9 +74,16 @@ class _Layout:
 @final
 @dataclass(frozen=True)
 class Selection:
-    """The tensors of one round, and how they travel."""
+    """The tensors of one round, and how they travel.
+
+    Attributes:
+        tensors: What lies on this rank.
+        sharded: Those of which that is only a part.
+        layout: The plan.
+    """
 
     tensors: Sequence[Tensor]
+    sharded: Sequence[Tensor]
     layout: _Layout
 
     @property
@@ -141,13 +149,14 @@ class Reducer:
         with self._operations.plain_memory():
             for tensor, saved in zip(selection.tensors, snapshot, strict=True):
                 self._in_memory_order(tensor).copy_(saved)
+            self._operations.mark_written(selection.sharded)
 
     def close(self) -> None:
         """Free the buffers kept between rounds."""
         self._idle_buffers = []
 
-    def _selection(self, selected: list[tuple[Record, Tensor]]) -> Selection:
-        records = [record for record, _ in selected]
+    def _selection(self, selected: list[Selected]) -> Selection:
+        records = [one.record for one in selected]
         if records != self._layout.records:
             kinds = [self._operations.kind(record.device, record.dtype) for record in records]
             # A complex number is two elements of its bucket.
@@ -157,7 +166,8 @@ class Reducer:
             ]
             buckets = plan_buckets(sizes, kinds, bucket_bytes=self.bucket_bytes)
             self._layout = _Layout(records, describe(records, self._operations), buckets)
-        return Selection([tensor for _, tensor in selected], self._layout)
+        sharded = [one.whole for one in selected if one.whole is not one.tensor]
+        return Selection([one.tensor for one in selected], sharded, self._layout)
 
     def _transfer(
         self,
@@ -182,6 +192,7 @@ class Reducer:
         with self._operations.plain_memory():
             # Where this fails, collectives under way may write into the buffers that are not idle: they are let go.
             _run_pipeline(runs(), route.group.mark_arrival)
+            self._operations.mark_written(selection.sharded)
         return round(wire_bytes)
 
     def _steps(self, transfer: Transfer, load: Load, lanes: Sequence[Lane]) -> Generator[Work, None, None]:

@@ -23,6 +23,7 @@ class TensorDescription(NamedTuple):
         dtype: The name of its dtype.
         order: Its dimensions from the largest stride to the smallest, without those of size 1.
         device: Which of this rank's devices it is on: the type, and the order of first appearance.
+        shard: Of which place it is the shard; empty where it is whole.
     """
 
     name: str
@@ -30,6 +31,7 @@ class TensorDescription(NamedTuple):
     dtype: str
     order: tuple[int, ...]
     device: str
+    shard: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,22 @@ class Listing:
         return blake2b(marshal.dumps(plain, 2), digest_size=16).digest()
 
 
-def select_tensors(
-    params: Iterable[Any], once_trainable: set[int], operations: TensorOperations
-) -> list[tuple[Record, Tensor]]:
-    """Read ``params`` once and return what is averaged, each tensor once, with what tells it apart.
+class Selected(NamedTuple):
+    """One tensor of a round.
+
+    Attributes:
+        record: What tells it apart.
+        tensor: What of it lies on this rank.
+        whole: What the caller passed: the same, or the sharded tensor of which that is a part.
+    """
+
+    record: Record
+    tensor: Tensor
+    whole: Tensor
+
+
+def select_tensors(params: Iterable[Any], once_trainable: set[int], operations: TensorOperations) -> list[Selected]:
+    """Read ``params`` once and return what is averaged, each tensor once.
 
     Floating and complex tensors are averaged, except a parameter that is not trainable and whose
     position is not in ``once_trainable``. Positions of trainable parameters are added there.
@@ -60,7 +74,7 @@ def select_tensors(
         UnsupportedTensorError: a tensor cannot be averaged in place.
     """
     parameter_type: Any = operations.parameter_type
-    selected: dict[int | tuple[Any, ...], tuple[Record, Tensor]] = {}
+    selected: dict[int | tuple[Any, ...], Selected] = {}
     for position, (name, tensor) in enumerate(_named_tensors(params, operations.tensor_type)):
         if type(tensor) is parameter_type or isinstance(tensor, parameter_type):  # the first is faster
             if tensor.requires_grad:
@@ -68,17 +82,15 @@ def select_tensors(
             elif position not in once_trainable:
                 continue
         if tensor.is_floating_point() or tensor.is_complex():
-            record = _checked_record(name, tensor, operations, any_dtype=False)
-            place: int | tuple[Any, ...] = record.address or (position,)
+            one = _checked(name, tensor, operations, any_dtype=False)
+            place: int | tuple[Any, ...] = one.record.address or (position,)
             if place in selected:  # listed twice, or another view of memory that begins here
-                place = place if selected[place][0][1:] == record[1:] else record[1:]
-            selected.setdefault(place, (record, tensor))
+                place = place if selected[place].record[1:] == one.record[1:] else one.record[1:]
+            selected.setdefault(place, one)
     return list(selected.values())
 
 
-def select_every_tensor(
-    tensors: Iterable[tuple[str, Any]], operations: TensorOperations
-) -> list[tuple[Record, Tensor]]:
+def select_every_tensor(tensors: Iterable[tuple[str, Any]], operations: TensorOperations) -> list[Selected]:
     """Read named tensors of any dtype, to copy them from rank to rank.
 
     Raises:
@@ -86,7 +98,7 @@ def select_every_tensor(
         UnsupportedTensorError: a tensor cannot be written in place.
     """
     named = _named_tensors(tensors, operations.tensor_type)
-    return [(_checked_record(name, tensor, operations, any_dtype=True), tensor) for name, tensor in named]
+    return [_checked(name, tensor, operations, any_dtype=True) for name, tensor in named]
 
 
 def describe(records: Sequence[Record], operations: TensorOperations) -> Listing:
@@ -96,8 +108,8 @@ def describe(records: Sequence[Record], operations: TensorOperations) -> Listing
     for record in records:
         devices.setdefault(record.device, f"{record.device.type}:{len(devices)}")
     descriptions = tuple(
-        TensorDescription(name, tuple(shape), dtype_name(dtype), stride_order(shape, stride), devices[device])
-        for name, _, shape, stride, dtype, device in records
+        TensorDescription(name, tuple(shape), dtype_name(dtype), stride_order(shape, stride), devices[device], shard)
+        for name, _, shape, stride, dtype, device, shard in records
     )
     return Listing(descriptions, sum(prod(record.shape) for record in records))
 
@@ -193,16 +205,19 @@ def _wrong_item(item: Any, where: str) -> InvalidTypeError:
     )
 
 
-def _checked_record(name: str, tensor: Tensor, operations: TensorOperations, *, any_dtype: bool) -> Record:
-    """Return the record of ``tensor``, or raise if it cannot be written in place."""
+def _checked(name: str, whole: Tensor, operations: TensorOperations, *, any_dtype: bool) -> Selected:
+    """Return what of a tensor lies here, or raise if it cannot be written in place."""
+    tensor, shard = whole, ""
+    if type(whole) not in operations.ordinary_types and not isinstance(whole, operations.lazy_types):
+        tensor, shard = operations.local(whole)
     reason = _refusal_unread(tensor, operations, any_dtype)
     if reason is None:
-        record = operations.record(name, tensor)
+        record = operations.record(name, tensor, shard)
         if record.address and 0 not in record.stride:
-            return record
+            return Selected(record, tensor, whole)
         reason = _refusal_of_memory(record)
         if reason is None:
-            return record
+            return Selected(record, tensor, whole)
     try:
         shape = str(tuple(tensor.shape))
     except RuntimeError:  # it has none

@@ -21,6 +21,10 @@ _ADVICE = {
     "call": "every rank must call average_parameters and finish equally often",
     "averager": "call the averagers of one process group in the same order on every rank",
     "tensors": "every rank must pass the same tensors in the same order",
+    "shards": (
+        "average among ranks that hold the same shards, over the mesh axes along which the model is replicated: "
+        "process_group=mesh['name of the axis'], or HierarchicalModelAverager.from_mesh"
+    ),
 }
 
 
@@ -82,7 +86,9 @@ def explain_difference(ranks: Sequence[int], statements: Sequence[Any]) -> str:
         if any(value != values[0] for value in values):
             advice = _ADVICE.get(fact, f"give every rank the same {fact}")
             return f"the ranks disagree: {_sides(fact + ' is ', ranks, [str(value) for value in values])}; {advice}"
-    return f"the ranks disagree: {_tensor_difference(ranks, statements)}; {_ADVICE['tensors']}"
+    shards = [[entry[5] for entry in statement["tensors"] or []] for statement in statements]
+    advice = _ADVICE["tensors" if all(shard == shards[0] for shard in shards) else "shards"]
+    return f"the ranks disagree: {_tensor_difference(ranks, statements)}; {advice}"
 
 
 def _tensor_difference(ranks: Sequence[int], statements: Sequence[Any]) -> str:
@@ -101,13 +107,15 @@ def _tensor_difference(ranks: Sequence[int], statements: Sequence[Any]) -> str:
 def _describe(entry: Sequence[Any] | None, *, with_name: bool) -> str:
     if entry is None:
         return "missing"
-    name, shape, dtype, order, device = entry
+    name, shape, dtype, order, device, shard = entry
     size = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
     text = f"{size} {dtype}"
     if list(order) != sorted(order):
         text += f" with dimensions in memory order {tuple(order)}"
     if device != "cpu:0":
         text += f" on device {device}"
+    if shard:
+        text += f", shard {shard},"
     return f"`{name}` {text}" if with_name else text
 
 
