@@ -54,16 +54,23 @@ def main() -> None:
     params = [torch.nn.Parameter(torch.randn(size)) for size in shapes(num_elements)]
     theirs = [torch.nn.Parameter(torch.randn(size)) for size in shapes(num_elements)]
     flat = torch.randn(num_elements)
-    averager = averagers.PeriodicModelAverager(2)
 
-    def ours() -> None:
-        averager.step = 0
-        averager.average_parameters(params)
+    def ours(codec: averagers.Codec | None) -> Callable[[], None]:
+        averager = averagers.PeriodicModelAverager(2, codec=codec)
+
+        def average() -> None:
+            averager.step = 0
+            averager.average_parameters(params)
+
+        return average
 
     ways = {
         "torch": lambda: torch_averaging.average_parameters(iter(theirs), dist.group.WORLD),
         "bare all-reduce": lambda: dist.all_reduce(flat),
-        "averagers": ours,
+        "averagers": ours(None),
+        "Cast(bfloat16)": ours(averagers.Cast(torch.bfloat16)),
+        "Int8": ours(averagers.Int8()),
+        "Int4": ours(averagers.Int4()),
     }
     figures = measure(ways, repetitions)
     if dist.get_rank() == 0:

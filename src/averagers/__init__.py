@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from averagers.events import RoundStarted as RoundStarted
     from averagers.observe.console import Console as Console
     from averagers.observe.jsonl import JsonLines as JsonLines
+    from averagers.reduction.codecs import Cast as Cast
+    from averagers.reduction.codecs import Codec as Codec
+    from averagers.reduction.codecs import Int4 as Int4
+    from averagers.reduction.codecs import Int8 as Int8
     from averagers.training.attach import Attachment as Attachment
     from averagers.training.attach import attach as attach
     from averagers.training.ddp import PostLocalSGDState as PostLocalSGDState
@@ -59,6 +63,10 @@ _MODULE_OF = {
     "RoundStarted": "events",
     "Console": "observe.console",
     "JsonLines": "observe.jsonl",
+    "Cast": "reduction.codecs",
+    "Codec": "reduction.codecs",
+    "Int4": "reduction.codecs",
+    "Int8": "reduction.codecs",
     "Attachment": "training.attach",
     "attach": "training.attach",
     "PostLocalSGDState": "training.ddp",

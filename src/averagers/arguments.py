@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from averagers.errors import InvalidTypeError, InvalidValueError, StateDictError
 
 _YEAR_S = 366 * 86400.0
+
+_Kind = TypeVar("_Kind")
+
+_SUCH_AS = {"Codec": "averagers.Int8()"}
 
 
 def check_whole_number(name: str, value: object, *, minimum: int) -> int:
@@ -103,6 +107,29 @@ def check_axes(axis_period_dict: object, mesh_axes: Sequence[str] | None) -> tup
                 f"has period {axis_period_dict[inner]}, not less than {axis_period_dict[outer]}"
             )
     return axes
+
+
+def per_level(name: str, value: object, periods: Sequence[int], kind: type[_Kind]) -> tuple[_Kind | None, ...]:
+    """Return an option for each level, given once for all or as a dict by period.
+
+    Raises:
+        InvalidTypeError: a value is neither of ``kind`` nor None.
+        InvalidValueError: the dict has a period that no level has.
+    """
+    by_period: Mapping[Any, Any] = value if isinstance(value, Mapping) else dict.fromkeys(periods, value)
+    unknown = [period for period in by_period if period not in periods]
+    if unknown:
+        raise InvalidValueError(
+            f"{name} must be given for periods of the averager, which are {', '.join(map(str, periods))}, "
+            f"got {unknown[0]!r}"
+        )
+    for one in by_period.values():
+        if one is not None and not isinstance(one, kind):
+            raise InvalidTypeError(
+                f"{name} must be a {kind.__name__} such as {_SUCH_AS[kind.__name__]}, or None, got {one!r} "
+                f"of type {type(one).__name__}"
+            )
+    return tuple(by_period.get(period) for period in periods)
 
 
 def check_averager_state(state_dict: object, configuration: Mapping[str, Any]) -> tuple[int, set[int]]:

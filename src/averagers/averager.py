@@ -9,10 +9,11 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from averagers.arguments import check_axes
+from averagers.arguments import check_axes, per_level
 from averagers.engine import ModelAverager, ScheduledAverager
 from averagers.events import Observer
 from averagers.hierarchy import Hierarchy
+from averagers.reduction.codecs import Codec
 from averagers.schedule import Hierarchical, Periodic
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class PeriodicModelAverager(ScheduledAverager):
         nodes: The node of each rank of the process group, in its order, such as ``[0, 0, 1, 1]``; None to tell nodes by
             their host names. Where a level's groups span nodes with equally many ranks, two at least, rounds sum
             within each node first, so that fewest bytes cross the links between nodes.
+        codec: How the displacements from the last round's weights travel in fewer bytes, such as ``Int8()``; None
+            for the weights themselves. The first round, and dtypes wider than float32, go as they are. Costs four
+            bytes an element for the weights of the last round.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -76,6 +80,7 @@ class PeriodicModelAverager(ScheduledAverager):
         observers: Iterable[Observer] = (),
         measure_drift: bool = False,
         nodes: Sequence[Hashable] | None = None,
+        codec: Codec | None = None,
     ) -> None:
         schedule = Periodic(period, warmup_steps=warmup_steps)
         _warn_of_period_one(period)
@@ -89,6 +94,7 @@ class PeriodicModelAverager(ScheduledAverager):
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
+            codecs=per_level("codec", codec, (period,), Codec),
         )
         self._period = period
 
@@ -120,6 +126,9 @@ class HierarchicalModelAverager(ScheduledAverager):
         nodes: The node of each rank of the process group, in its order, such as ``[0, 0, 1, 1]``; None to tell nodes by
             their host names. Where a level's groups span nodes with equally many ranks, two at least, rounds sum
             within each node first, so that fewest bytes cross the links between nodes.
+        codec: How the displacements from the last round's weights travel in fewer bytes: for every level, such
+            as ``Int8()``, or by period, such as ``{32: Int8()}``; None for the weights themselves. The first round,
+            and dtypes wider than float32, go as they are. Costs four bytes an element for each level with a codec.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -145,6 +154,7 @@ class HierarchicalModelAverager(ScheduledAverager):
         observers: Iterable[Observer] = (),
         measure_drift: bool = False,
         nodes: Sequence[Hashable] | None = None,
+        codec: Codec | Mapping[int, Codec | None] | None = None,
     ) -> None:
         groups = self._framework().groups
         ranks = groups.members(groups.resolve(process_group))
@@ -168,6 +178,7 @@ class HierarchicalModelAverager(ScheduledAverager):
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
+            codecs=per_level("codec", codec, hierarchy.periods, Codec),
         )
         self._periods = hierarchy.periods
 
@@ -225,6 +236,7 @@ class SingleRounds(ScheduledAverager):
             observers=(),
             measure_drift=False,
             nodes=None,
+            codecs=(None,),
         )
 
     @classmethod

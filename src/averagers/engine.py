@@ -13,6 +13,8 @@ from averagers.content import RoundContent, as_content
 from averagers.errors import ClosedError, DisagreementError, InvalidTypeError, InvalidValueError
 from averagers.events import Announcer, Observer, RoundReport
 from averagers.hierarchy import Hierarchy
+from averagers.reduction.anchor import Anchor, Anchors
+from averagers.reduction.codecs import Codec
 from averagers.reduction.framework import Framework
 from averagers.reduction.groups import Group, Route
 from averagers.reduction.reducer import Selection
@@ -100,6 +102,7 @@ class ScheduledAverager(ModelAverager):
         measure_drift: Measure the replicas' distance from the mean in each round, for the observers;
             costs a pass over the weights and one more small message.
         nodes: The node of each rank of the process group, in its order; None to tell nodes by their host names.
+        codecs: How the displacements of each level travel; None for the weights themselves.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class ScheduledAverager(ModelAverager):
         observers: Iterable[Observer],
         measure_drift: bool,
         nodes: Sequence[Hashable] | None,
+        codecs: Sequence[Codec | None],
     ) -> None:
         check_whole_number("bucket_bytes", bucket_bytes, minimum=1)
         self._timeout_s = check_seconds("timeout_s", timeout_s)
@@ -137,6 +141,7 @@ class ScheduledAverager(ModelAverager):
         # After which step, with which tensors, a round of all ranks left one model.
         self._one_model_at: tuple[int, bytes] | None = None
         self._read_iterator: Any = None
+        self._anchors = Anchors(codecs)
         self._routes: list[Route] = []
         self._ranks = self._framework().groups.members(self.process_group)
         self._nodes = check_nodes(nodes, self._ranks)
@@ -241,11 +246,12 @@ class ScheduledAverager(ModelAverager):
         self._refusal = f"this {type(self).__name__} was closed: build a new one"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, the configuration, and which parameters were ever trainable."""
+        """Return the step, the configuration, which parameters were ever trainable, and the anchors of codecs."""
         return {
             "step": self._step,
             "configuration": dict(self._configuration),
             "once_trainable": sorted(self._once_trainable),
+            **self._anchors.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -261,6 +267,7 @@ class ScheduledAverager(ModelAverager):
         if self._is_closed:
             self._refuse_if_unusable()
         step, once_trainable = check_averager_state(state_dict, self._configuration)
+        anchors = self._anchors.loaded(state_dict)
         if self._refusal is not None or self._left_a_round:
             self._abandon_groups()
             self._release_groups()
@@ -268,6 +275,7 @@ class ScheduledAverager(ModelAverager):
             self._refusal = None
             self._left_a_round = False
         self._one_model_at = None
+        self._anchors = anchors
         self._step = step
         self._once_trainable = once_trainable
 
@@ -280,6 +288,7 @@ class ScheduledAverager(ModelAverager):
         twin = super().__copy__()
         twin._reducer = self._framework().new_reducer(self._bucket_bytes)
         twin._once_trainable = set(self._once_trainable)
+        twin._anchors = self._anchors.copy()
         twin._routes = list(self._routes)
         for group in twin._opened_groups():
             self._framework().groups.share(group)
@@ -339,10 +348,15 @@ class ScheduledAverager(ModelAverager):
         except Exception:
             self._left_a_round = True
             raise
-        with self._together(route.group, level, call, selection, is_wanted) as (report, is_wanted_anywhere):
+        # What `averaged` shows is taken back: it is no round that displacements could be counted from.
+        is_kept = call != "averaged"
+        anchor = self._anchors.of(level, selection, self._reducer) if is_kept else None
+        with self._together(route.group, level, call, selection, is_wanted, anchor) as (report, is_wanted_anywhere):
             if is_wanted_anywhere:
                 report.started(len(selection.tensors), selection.listing.num_elements)
-                reduced = self._reducer.average_(selection, route, measure_drift=self._measure_drift)
+                reduced = self._reducer.average_(selection, route, measure_drift=self._measure_drift, anchor=anchor)
+                if is_kept:
+                    self._anchors.take(level, selection, self._reducer, step=self._step, is_moved=anchor is not None)
                 content.landed()
                 report.finished(reduced.wire_bytes, reduced.drift)
         # Two levels of one size share their group.
@@ -351,7 +365,13 @@ class ScheduledAverager(ModelAverager):
 
     @contextmanager
     def _together(
-        self, group: Group, level: int, call: str, selection: Selection, is_wanted: bool = True
+        self,
+        group: Group,
+        level: int,
+        call: str,
+        selection: Selection,
+        is_wanted: bool = True,
+        anchor: Anchor | None = None,
     ) -> Iterator[tuple[RoundReport, bool]]:
         """Agree with ``group``, then communicate; the one way to the wire, and out of a failure.
 
@@ -364,6 +384,8 @@ class ScheduledAverager(ModelAverager):
         report = self._announcer.report(call, self._step, level, group.size, group.rank)
         try:
             facts = {**self._configuration, "averager": self._number, "call": call, "step": self._step}
+            if anchor is not None:
+                facts["the anchor's round"] = anchor.taken_at
             is_wanted_anywhere = agree(group, Statement(facts, selection.listing), int(is_wanted))
             yield report, bool(is_wanted_anywhere)
         except DisagreementError as error:
@@ -399,6 +421,7 @@ class ScheduledAverager(ModelAverager):
         if self._ranks is None:
             return
         options = {"bucket_bytes": self._bucket_bytes, "timeout_s": self._timeout_s, "nodes": self._nodes}
+        options["codec"] = [repr(codec) for codec in self._anchors.codecs]
         levels = self._hierarchy.levels if self._hierarchy else ()
         self._number, self._routes = open_routes(
             self._framework().groups,

@@ -36,6 +36,7 @@ from averagers.errors import (
 from averagers.events import Event, Observer, RoundFailed, RoundFinished, RoundStarted
 from averagers.observe.console import Console
 from averagers.observe.jsonl import JsonLines
+from averagers.reduction.codecs import Cast, Codec, Int4, Int8
 from averagers.reduction.framework import Framework
 from averagers.reduction.interface import (
     GroupFactory,
@@ -81,6 +82,10 @@ __all__ = [
     "RoundStarted",
     "Console",
     "JsonLines",
+    "Cast",
+    "Codec",
+    "Int4",
+    "Int8",
 ]
 
 
@@ -137,6 +142,7 @@ class _Lane(Lane):
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self.size = handle.size()
+        self.rank = handle.rank()
         backend = dist.get_backend(handle)
         self.device_types = frozenset({"cuda" if backend == "nccl" else "cpu"})
         # gloo runs two operations of a process group at a time.
@@ -287,6 +293,7 @@ class _TensorOperations(TensorOperations):
     sixteen_bit = frozenset({tp.bfloat16, tp.float16})
     averaged_dtypes = sixteen_bit | {tp.float64, tp.float32, tp.complex128, tp.complex64, tp.complex32}
     float32 = tp.float32
+    int8 = tp.int8
     uint8 = tp.uint8
 
     def local(self, tensor: Tensor) -> tuple[Tensor, str]:

@@ -53,12 +53,14 @@ class Lane(ABC):
     Attributes:
         handle: The framework's process group.
         size: How many ranks it has.
+        rank: Which of them this one is.
         device_types: The types of device that it serves, such as ``cpu``.
         parallel_device_types: Those on which buckets travel faster through several lanes in turn.
     """
 
     handle: Any
     size: int
+    rank: int
     device_types: frozenset[str]
     parallel_device_types: frozenset[str]
 
@@ -231,6 +233,7 @@ class TensorOperations(ABC):
         averaged_dtypes: The dtypes that have a mean.
         sixteen_bit: Of these, those that are summed in float32.
         float32: The dtype.
+        int8: The dtype.
         uint8: The dtype.
     """
 
@@ -242,6 +245,7 @@ class TensorOperations(ABC):
     averaged_dtypes: frozenset[Any]
     sixteen_bit: frozenset[Any]
     float32: Any
+    int8: Any
     uint8: Any
 
     @abstractmethod

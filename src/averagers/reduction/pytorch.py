@@ -73,6 +73,7 @@ class _Lane(Lane):
     def __init__(self, handle: dist.ProcessGroup) -> None:
         self.handle = handle
         self.size = handle.size()
+        self.rank = handle.rank()
         # The backend's name for each type of device, such as {"cpu": "gloo", "cuda": "nccl"}.
         backends = dict(pair.split(":") for pair in dist.get_backend_config(handle).split(","))
         self.device_types = frozenset(backends)
@@ -225,6 +226,7 @@ class _TensorOperations(TensorOperations):
         torch.complex32,
     }
     float32 = torch.float32
+    int8 = torch.int8
     uint8 = torch.uint8
 
     def local(self, tensor: Tensor) -> tuple[Tensor, str]:

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, final
 
 from averagers.errors import InvalidValueError
+from averagers.reduction.anchor import Anchor
 from averagers.reduction.groups import Group, Route
 from averagers.reduction.interface import Lane, Record, Tensor, TensorOperations, Work
 from averagers.reduction.layout import Bucket, plan_buckets
@@ -28,6 +29,7 @@ from averagers.reduction.transfers import (
     AllReduceMean,
     Broadcast,
     Buffers,
+    CodedMean,
     DriftMeter,
     ExchangeMean,
     Load,
@@ -127,17 +129,59 @@ class Reducer:
                     f"{tensor.device.type} too, such as 'cpu:gloo,cuda:nccl'"
                 )
 
-    def average_(self, selection: Selection, route: Route, *, measure_drift: bool) -> Reduced:
-        """Replace every selected tensor by its mean over the route's group, in place."""
+    def average_(
+        self,
+        selection: Selection,
+        route: Route,
+        *,
+        measure_drift: bool,
+        anchor: Anchor | None = None,
+    ) -> Reduced:
+        """Replace every selected tensor by its mean over the route's group, in place.
+
+        Args:
+            selection: The tensors.
+            route: How they travel.
+            measure_drift: Whether to measure the distance from the mean.
+            anchor: What they are displaced from, and how that travels; moved to the mean. None to average the
+                weights themselves.
+        """
         drift = DriftMeter(self._operations) if measure_drift else None
-        wire_bytes = self._transfer(selection, route, drift=drift)
+
+        def mean_of(index: int) -> Transfer:
+            if anchor is not None and anchor.buckets[index] is not None:
+                return CodedMean(anchor.codec, anchor.buckets[index], len(route.legs))
+            return self._mean_of(selection.layout.buckets[index].kind.dtype, route)
+
+        wire_bytes = self._transfer(selection, route, mean_of, drift=drift)
         if drift is None:
             return Reduced(wire_bytes, None)
         return Reduced(wire_bytes, math.sqrt(route.group.total(drift.total) / route.group.size))
 
     def broadcast_(self, selection: Selection, group: Group) -> None:
         """Replace every selected tensor by that of the group's first rank, in place."""
-        self._transfer(selection, Route(group, (group,)), transfer=Broadcast())
+        self._transfer(selection, Route(group, (group,)), lambda index: Broadcast())
+
+    def anchored_lengths(self, selection: Selection) -> list[int | None]:
+        """Return how many values of each bucket an anchor holds; None where float32 would lose some."""
+        return [self._anchored(bucket) for bucket in selection.layout.buckets]
+
+    def in_float32(self, selection: Selection) -> list[Tensor | None]:
+        """Return copies of what an anchor holds, as buckets; costs four bytes for each element."""
+        with self._operations.plain_memory():
+            buckets: list[Tensor | None] = []
+            for bucket in selection.layout.buckets:
+                load = self._load(bucket, selection, None)
+                length = self._anchored(bucket)
+                buckets.append(None)
+                if length is not None:
+                    memory = self._operations.new_bytes(4 * length, bucket.kind.device)
+                    buckets[-1] = memory.view(self._operations.float32)
+                    load.pack(buckets[-1])
+        return buckets
+
+    def _anchored(self, bucket: Bucket) -> int | None:
+        return bucket.num_elements if bucket.kind.itemsize <= 4 else None
 
     def snapshot(self, selection: Selection) -> Sequence[Tensor]:
         """Return copies of the selected tensors."""
@@ -173,8 +217,8 @@ class Reducer:
         self,
         selection: Selection,
         route: Route,
+        transfer_of: Callable[[int], Transfer],
         *,
-        transfer: Transfer | None = None,
         drift: DriftMeter | None = None,
     ) -> int:
         """Run every bucket through its transfer, and return the bytes that this rank sent."""
@@ -184,7 +228,7 @@ class Reducer:
             nonlocal wire_bytes
             for index, bucket in enumerate(selection.layout.buckets):
                 load = self._load(bucket, selection, drift)
-                chosen = transfer or self._mean_of(bucket.kind.dtype, route)
+                chosen = transfer_of(index)
                 wire_bytes += chosen.wire_bytes(load, [leg.size for leg in route.legs])
                 lanes = [leg.lane(index, bucket.kind.device.type) for leg in route.legs]
                 yield _Run(self._steps(chosen, load, lanes), chosen.lags)

@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from averagers.reduction.codecs import Codec
 from averagers.reduction.interface import Lane, Tensor, TensorOperations, Work
 
 
@@ -218,6 +219,79 @@ class TwoLevelMean(Transfer):
 
 
 @final
+class CodedMean(Transfer):
+    """Displacements from the anchor, summed within the node as they are, and coded where they cross the slow link.
+
+    Every rank sums one part of the bucket: what the others sent of it, decoded, and its own, which was never coded.
+    The sum is coded once more for all; every rank decodes the same bytes, so that all end alike.
+
+    Args:
+        codec: How displacements are written.
+        anchor: The bucket's, in float32; becomes the new one.
+    """
+
+    def __init__(self, codec: Codec, anchor: Tensor, num_legs: int) -> None:
+        self.lags = (2, 2) if num_legs == 1 else (1, 2, 2, 1)
+        self._codec = codec
+        self._anchor = anchor
+
+    def run(self, load: Load, lanes: Sequence[Lane], buffers: Buffers) -> Generator[Work, None, None]:
+        """Yield an all-to-all and an all-gather of codes, between those within the node where there are nodes."""
+        *within, across = lanes
+        codec, operations = self._codec, load.operations
+        num_nodes, ranks_of_node = across.size, within[0].size if within else 1
+        size, num_bytes = self._part(load, num_nodes * ranks_of_node)
+
+        def take(role: str, count: int, dtype: Any) -> Tensor:
+            return buffers.take(role, count, load.blocks[0], dtype)
+
+        values = take("values", ranks_of_node * num_nodes * size, operations.float32)
+        load.pack(values)
+        values[: load.num_elements].sub_(self._anchor)
+        values[load.num_elements :].zero_()
+        _divide_(values, ranks_of_node * num_nodes)
+        own = values
+        if within:
+            received = take("received", values.numel(), operations.float32)
+            yield within[0].all_to_all(received, values)
+            own = take("own", num_nodes * size, operations.float32)
+            _sum_(own, received.split(num_nodes * size))
+        own = own.view(num_nodes, size)
+        sent, arrived = (take(role, num_nodes * num_bytes, operations.uint8) for role in ("sent", "arrived"))
+        codec.encode(own, sent.view(num_nodes, num_bytes), operations)
+        yield across.all_to_all(arrived, sent)
+        decoded = take("decoded", num_nodes * size, operations.float32).view(num_nodes, size)
+        codec.decode(arrived.view(num_nodes, num_bytes), decoded, operations)
+        decoded[across.rank].copy_(own[across.rank])
+        mean = take("mean", size, operations.float32)
+        _sum_(mean, list(decoded))
+        coded = take("coded", num_bytes, operations.uint8)
+        codec.encode(mean.view(1, size), coded.view(1, num_bytes), operations)
+        yield across.all_gather(arrived, coded)
+        codes = arrived
+        if within:
+            codes = take("codes", ranks_of_node * num_nodes * num_bytes, operations.uint8)
+            yield within[0].all_gather(codes, arrived)
+        codec.decode(codes.view(-1, num_bytes), values.view(-1, size), operations)
+        self._anchor.add_(values[: load.num_elements])
+        load.unpack(self._anchor)
+
+    def wire_bytes(self, load: Load, sizes: Sequence[int]) -> float:
+        """Return what this rank sends: codes to the others of its leg twice, and within the node values, then codes."""
+        *within, across = sizes
+        ranks_of_node = within[0] if within else 1
+        size, num_bytes = self._part(load, across * ranks_of_node)
+        inside = (ranks_of_node - 1) * across * (4 * size + num_bytes)
+        return inside + 2 * (across - 1) * num_bytes
+
+    def _part(self, load: Load, num_parts: int) -> tuple[int, int]:
+        """Return how many values a part of the bucket has, and how many bytes its code."""
+        unit = self._codec.granularity
+        size = -(-load.num_elements // (num_parts * unit)) * unit
+        return size, self._codec.wire_bytes(size)
+
+
+@final
 class _Parts:
     """A bucket in equal parts, one for each rank of a group, of which this rank sums its own.
 
@@ -247,13 +321,8 @@ class _Parts:
 
     def sum(self, dtype: Any, scale: float = 1.0) -> Tensor:
         """Return ``scale`` times the sum of what was received, summed in ``dtype``."""
-        first, *others = self.received.split(self._size)
-        total = self._buffers.take("total", self._size, first, dtype)
-        total.copy_(first)
-        if scale != 1.0:
-            total.mul_(scale)
-        for other in others:
-            total.add_(other, alpha=scale)
+        total = self._buffers.take("total", self._size, self.received, dtype)
+        _sum_(total, self.received.split(self._size), scale)
         return total
 
     def rounded(self, mean: Tensor) -> Tensor:
@@ -266,6 +335,16 @@ class _Parts:
             self._load.mark_written()
         else:
             self._load.unpack(self.values)
+
+
+def _sum_(total: Tensor, parts: Sequence[Tensor], scale: float = 1.0) -> None:
+    """Write ``scale`` times the sum of ``parts`` into ``total``."""
+    first, *others = parts
+    total.copy_(first)
+    if scale != 1.0:
+        total.mul_(scale)
+    for other in others:
+        total.add_(other, alpha=scale)
 
 
 def _part(load: Load, num_parts: int) -> int:

@@ -1,0 +1,293 @@
+"""Codecs: what one writes and reads back, and rounds whose displacements travel coded."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from frameworks import averagers, bits, lib
+from ranks_runner import run_ranks
+
+pytestmark = pytest.mark.usefixtures("framework")
+
+# Made on the framework in use, when there is one.
+_CODECS: dict[str, Callable[[], Any]] = {
+    "bfloat16": lambda: averagers.Cast(lib.bfloat16),
+    "float16": lambda: averagers.Cast(lib.float16),
+    "int8": lambda: averagers.Int8(),  # noqa: PLW0108 - looked up when called
+    "int4": lambda: averagers.Int4(),  # noqa: PLW0108
+}
+
+# Bytes of 1,280 values, scales counted, and how far off a value may be, by itself or by the largest of its group.
+_BYTES = {"bfloat16": 2560, "float16": 2560, "int8": 1280 + 40, "int4": 640 + 40}
+_OFF_BY_ITSELF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+_OFF_BY_LARGEST = {"int8": 0.5 / 127, "int4": 0.5 / 7}
+
+
+def _operations() -> Any:
+    return averagers.ModelAverager._framework().operations
+
+
+def _round_trip(codec: Any, rows: list[list[float]]) -> tuple[list[list[float]], int]:
+    values = lib.tensor(rows, dtype=lib.float32)
+    wire = lib.zeros(len(rows), codec.wire_bytes(len(rows[0])), dtype=lib.uint8)
+    codec.encode(values, wire, _operations())
+    assert values.tolist() == rows or any(map(math.isnan, rows[0]))
+    back = lib.full(tuple(values.shape), -7.0)
+    codec.decode(wire, back, _operations())
+    return back.tolist(), wire.numel()
+
+
+def _numbers(seed: int, count: int) -> list[float]:
+    numbers = random.Random(seed)
+    values = [numbers.gauss(0.0, 1.0) * 2.0 ** numbers.randint(-6, 3) for _ in range(count)]
+    return lib.tensor(values, dtype=lib.float32).tolist()
+
+
+@pytest.mark.parametrize("name", list(_CODECS))
+def test_a_round_trip_is_off_by_half_a_step_at_most_and_takes_the_bytes_it_says(name: str) -> None:
+    codec = _CODECS[name]()
+    rows = [_numbers(row, 1280) for row in range(3)]
+    back, num_bytes = _round_trip(codec, rows)
+    assert num_bytes == 3 * _BYTES[name] == 3 * codec.wire_bytes(1280)
+    for row, decoded in zip(rows, back, strict=True):
+        for start in range(0, 1280, 128):
+            largest = max(abs(value) for value in row[start : start + 128])
+            for value, other in zip(row[start : start + 128], decoded[start : start + 128], strict=True):
+                allowed = _OFF_BY_LARGEST.get(name, 0.0) * largest + _OFF_BY_ITSELF.get(name, 0.0) * abs(value)
+                assert abs(value - other) <= allowed * (1 + 1e-6) + 1e-7
+
+
+@pytest.mark.parametrize("name", list(_CODECS))
+def test_zeros_and_what_the_codec_can_write_come_back_exactly(name: str) -> None:
+    codec = _CODECS[name]()
+    whole = [float(value % 8) - 0.0 for value in range(127)] + [7.0]
+    if name == "int8":
+        whole[-1] = 127.0
+    rows = [[0.0] * 128 + whole]
+    assert _round_trip(codec, rows)[0] == rows
+
+
+@pytest.mark.parametrize("name", list(_CODECS))
+def test_nan_and_infinity_are_not_hidden_and_stay_in_their_group(name: str) -> None:
+    codec = _CODECS[name]()
+    for bad in (math.nan, math.inf, -math.inf):
+        row = _numbers(5, 256)
+        row[3] = bad
+        (back,), _ = _round_trip(codec, [row])
+        assert not math.isfinite(back[3])
+        assert all(map(math.isfinite, back[128:]))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_smallest_and_the_largest_numbers_do_not_overflow(name: str) -> None:
+    codec = _CODECS[name]()
+    for size in (2.0**-149, 2.0**-126, 1.5 * 2.0**127):
+        (back,), _ = _round_trip(codec, [[size, -size] * 64])
+        assert all(map(math.isfinite, back))
+        assert all(abs(value) <= size * 1.001 for value in back)
+
+
+def test_a_cast_to_another_dtype_is_refused() -> None:
+    for dtype in (lib.float32, lib.int16, "bfloat16", None):
+        with pytest.raises(averagers.InvalidTypeError, match="dtype of Cast must be bfloat16 or float16"):
+            averagers.Cast(dtype)
+
+
+# Rounds
+
+_SIZES = (1, 3, 127, 128, 129, 1000, 5000)
+
+
+def _start(rank: int, dtype: str = "float32") -> list[Any]:
+    return [lib.tensor(_numbers(17 * rank + size, size)).to(getattr(lib, dtype)) for size in _SIZES]
+
+
+def _move(tensors: list[Any], rank: int, step: int) -> None:
+    for index, tensor in enumerate(tensors):
+        tensor.add_(lib.tensor(_numbers(1000 * step + 100 * rank + index, tensor.numel())).to(tensor.dtype), alpha=0.01)
+
+
+def _coded_rounds(rank: int, name: str, nodes: str | None, dtype: str) -> tuple[list[bytes], float, float]:
+    """Return the bits after four rounds, and how far they are from the exact mean, by the largest displacement."""
+    options: dict[str, Any] = {"nodes": nodes and list(nodes), "bucket_bytes": 3000}
+    coded = averagers.PeriodicModelAverager(2, codec=_CODECS[name](), **options)
+    exact = averagers.PeriodicModelAverager(2, **options)
+    tensors = _start(rank, dtype)
+    worst = 0.0
+    first = 0.0
+    for step in range(4):
+        twins = [tensor.clone() for tensor in tensors]
+        for averager, ones in ((coded, tensors), (exact, twins)):
+            averager.step = 0
+            averager.average_parameters(ones)
+        pairs = [
+            (one, other)
+            for mine, theirs in zip(tensors, twins, strict=True)
+            for one, other in zip(mine.reshape(-1).tolist(), theirs.reshape(-1).tolist(), strict=True)
+        ]
+        off = max(abs(one - other) for one, other in pairs)
+        first, worst = (off, worst) if step == 0 else (first, max(worst, off))
+        _move(tensors, rank, step)
+    coded.step = 0
+    coded.average_parameters(tensors)
+    return [bits(tensor) for tensor in tensors], first, worst
+
+
+# By the largest displacement, about 0.01 * 8 * 3.5, in a group; coded twice.
+_OFF = {"bfloat16": 0.003, "float16": 0.0005, "int8": 0.004, "int4": 0.06}
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), [(2, None), (3, None), (4, "aabb"), (6, "abcabc")])
+@pytest.mark.parametrize("name", list(_CODECS))
+def test_coded_rounds_are_near_the_mean_and_alike_on_all_ranks(name: str, world_size: int, nodes: str | None) -> None:
+    results = run_ranks(_coded_rounds, world_size, name, nodes, "float32")
+    assert all(bits_ == results[0][0] for bits_, _, _ in results)
+    for _, first, worst in results:
+        assert first == 0.0  # the first round goes as it is
+        assert 0.0 < worst <= _OFF[name]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "complex64"])
+def test_other_dtypes_travel_coded_or_as_they_are(dtype: str) -> None:
+    results = run_ranks(_coded_rounds, 2, "int8", None, dtype)
+    assert results[0][0] == results[1][0]
+    worst = max(result[2] for result in results)
+    if dtype == "float64":
+        assert worst == 0.0
+    else:
+        assert worst <= (0.07 if dtype == "bfloat16" else 0.004)
+
+
+def _hierarchy(rank: int) -> tuple[list[bytes], list[int], float]:
+    """The top level coded, the level within as it is; then both coded."""
+    found: list[bytes] = []
+    sent: list[int] = []
+    off = 0.0
+    for codec in ({8: averagers.Int8()}, averagers.Int8()):
+        events: list[Any] = []
+        averager = averagers.HierarchicalModelAverager(
+            {2: 2, 8: 4}, nodes=[0, 0, 1, 1], codec=codec, observers=[events.append]
+        )
+        exact = averagers.HierarchicalModelAverager({2: 2, 8: 4}, nodes=[0, 0, 1, 1])
+        tensors, twins = _start(rank), _start(rank)
+        for step in range(18):
+            for one, ones in ((averager, tensors), (exact, twins)):
+                _move(ones, rank, step)
+                one.average_parameters(ones)
+        averager.finish(tensors)
+        exact.finish(twins)
+        off = max(
+            off,
+            *(
+                abs(a - b)
+                for one, other in zip(tensors, twins, strict=True)
+                for a, b in zip(one.tolist(), other.tolist(), strict=True)
+            ),
+        )
+        found += [bits(tensor) for tensor in tensors]
+        sent += [event.wire_bytes for event in events if isinstance(event, averagers.RoundFinished) and event.level]
+    return found, sent, off
+
+
+def test_a_codec_of_the_top_level_leaves_the_others_as_they_are() -> None:
+    results = run_ranks(_hierarchy, 4)
+    assert all(result[0] == results[0][0] for result in results)
+    for _, sent, off in results:
+        assert sent[0] > sent[1] == sent[2]  # the first round goes as it is
+        assert off <= 0.02
+
+
+def _resumed(rank: int) -> list[bytes]:
+    straight, through = _start(rank), averagers.PeriodicModelAverager(2, codec=averagers.Int8())
+    for step in range(9):
+        _move(straight, rank, step)
+        through.average_parameters(straight)
+    tensors, first = _start(rank), averagers.PeriodicModelAverager(2, codec=averagers.Int8())
+    for step in range(4):
+        _move(tensors, rank, step)
+        first.average_parameters(tensors)
+    saved = first.state_dict()
+    second = averagers.PeriodicModelAverager(2, codec=averagers.Int8())
+    second.load_state_dict(saved)
+    for step in range(4, 9):
+        _move(tensors, rank, step)
+        second.average_parameters(tensors)
+    return [bits(one) == bits(other) for one, other in zip(straight, tensors, strict=True)]
+
+
+def test_a_run_resumed_between_coded_rounds_equals_the_one_that_was_not_stopped() -> None:
+    assert run_ranks(_resumed, 2) == [[True] * len(_SIZES)] * 2
+
+
+def _evaluated(rank: int) -> tuple[float, float, bool]:
+    averager = averagers.PeriodicModelAverager(2, codec=averagers.Int4())
+    plain = averagers.PeriodicModelAverager(2, codec=averagers.Int4())
+    weight, twin = lib.tensor([float(rank)] * 200), lib.tensor([float(rank)] * 200)
+    for one, tensor in ((averager, weight), (plain, twin)):
+        one.average_parameters([tensor])
+        tensor.add_(float(rank))
+    with averager.averaged([weight]):
+        inside = weight[0].item()
+    after = weight[0].item()
+    for one, tensor in ((averager, weight), (plain, twin)):
+        one.step = 2
+        one.average_parameters([tensor])
+    return inside, after, bits(weight) == bits(twin)
+
+
+def test_averaged_shows_the_exact_mean_and_leaves_the_anchor_where_it_was() -> None:
+    for rank, found in enumerate(run_ranks(_evaluated, 2)):
+        assert found == (1.0, 0.5 + rank, True)
+
+
+def _apart(rank: int) -> list[str]:
+    messages = []
+    for build in (
+        lambda: averagers.PeriodicModelAverager(2, codec=averagers.Int8() if rank else averagers.Int4()),
+        lambda: averagers.PeriodicModelAverager(2, codec="int8"),
+        lambda: averagers.HierarchicalModelAverager({2: 2}, codec={4: averagers.Int8()}),
+    ):
+        with pytest.raises(averagers.AveragersError) as caught:
+            build()
+        messages.append(str(caught.value))
+    averager = averagers.PeriodicModelAverager(2, codec=averagers.Int8())
+    weight = lib.zeros(5)
+    averager.average_parameters([weight])
+    if rank:  # as if one rank alone had loaded an older checkpoint
+        averager.load_state_dict(averagers.PeriodicModelAverager.state_dict(averager) | {"anchor_0": None, "step": 2})
+    averager.step = 2
+    with pytest.raises(averagers.DisagreementError) as caught:
+        averager.average_parameters([weight])
+    return [*messages, str(caught.value)]
+
+
+def test_ranks_that_disagree_on_codec_or_anchor_are_told() -> None:
+    first, second = run_ranks(_apart, 2)
+    assert first == second
+    codec, text, period, anchor = first
+    assert "codec is ['Int4()'] on rank 0, ['Int8()'] on rank 1" in codec
+    assert "codec must be a Codec such as averagers.Int8(), or None, got 'int8' of type str" in text
+    assert "codec must be given for periods of the averager, which are 2, got 4" in period
+    assert "the anchor's round is" in anchor
+
+
+def _another_list(rank: int) -> list[float]:
+    averager = averagers.PeriodicModelAverager(2, codec=averagers.Int4())
+    found = []
+    for size in (100, 200, 100):
+        tensor = lib.tensor(_numbers(rank, size))
+        mean = [(a + b) / 2 for a, b in zip(_numbers(0, size), _numbers(1, size), strict=True)]
+        averager.step = 0
+        averager.average_parameters([tensor])
+        found.append(max(abs(a - b) for a, b in zip(tensor.tolist(), mean, strict=True)))
+    return found
+
+
+def test_a_round_of_other_tensors_goes_as_it_is() -> None:
+    for found in run_ranks(_another_list, 2):
+        assert max(found) < 1e-6
