@@ -114,7 +114,7 @@ def _move(tensors: list[Any], rank: int, step: int) -> None:
 
 def _coded_rounds(rank: int, name: str, nodes: str | None, dtype: str) -> tuple[list[bytes], float, float]:
     """Return the bits after four rounds, and how far they are from the exact mean, by the largest displacement."""
-    options: dict[str, Any] = {"nodes": nodes and list(nodes), "bucket_bytes": 3000}
+    options: dict[str, Any] = {"nodes": nodes and list(nodes), "bucket_bytes": 12_000}
     coded = averagers.PeriodicModelAverager(2, codec=_CODECS[name](), **options)
     exact = averagers.PeriodicModelAverager(2, **options)
     tensors = _start(rank, dtype)

@@ -131,7 +131,8 @@ _CLUSTERS = {"2 ranks": (2, None), "3 ranks": (3, None), "2 nodes of 2": (4, "aa
 
 
 def _average_layouts(rank: int, world_size: int, nodes: str | None, bucket_bytes: int) -> dict[str, bool]:
-    averager = _averager(bucket_bytes=bucket_bytes, nodes=nodes and list(nodes))
+    # Between nodes buckets are cut into four.
+    averager = _averager(bucket_bytes=4 * bucket_bytes if nodes else bucket_bytes, nodes=nodes and list(nodes))
     return {
         f"{name}: {claim}": holds
         for name, case in _LAYOUTS.items()
@@ -172,7 +173,7 @@ def _average_all_layouts_at_once(rank: int, world_size: int, nodes: str | None) 
         most = 24 if bucket_bytes == 1 else 1000  # each element of it is a message
         layouts = {name: case for name, case in _LAYOUTS.items() if case(rank)[1].numel() <= most}
         views = [case(rank)[1] for case in layouts.values()]
-        _round(_averager(bucket_bytes=bucket_bytes, nodes=nodes and list(nodes)), views)
+        _round(_averager(bucket_bytes=4 * bucket_bytes if nodes else bucket_bytes, nodes=nodes and list(nodes)), views)
         for (name, case), view in zip(layouts.items(), views, strict=True):
             if not lib.equal(view, _mean([case(peer)[1] for peer in range(world_size)])):
                 wrong.append(f"{name} with buckets of {bucket_bytes}")

@@ -53,14 +53,14 @@ class Anchors:
         if anchor is None or anchor.taken_at is None or anchor.digest != selection.listing.digest:
             return None
         held = [None if bucket is None else bucket.numel() for bucket in anchor.buckets]
-        return anchor if held == reducer.anchored_lengths(selection) else None
+        return anchor if held == reducer.anchored_lengths(selection, anchor.codec.cut) else None
 
     def take(self, level: int, selection: Selection, reducer: Reducer, *, step: int, is_moved: bool) -> None:
         """After a round, count from the weights as they are: at this level, unless the round moved it, and within."""
         for index, anchor in enumerate(self._levels):
             if anchor is not None and (index < level or (index == level and not is_moved)):
                 anchor.taken_at, anchor.digest = step, selection.listing.digest
-                anchor.buckets = reducer.in_float32(selection)
+                anchor.buckets = reducer.in_float32(selection, anchor.codec.cut)
 
     def copy(self) -> Anchors:
         """Return anchors that move on their own."""

@@ -21,9 +21,11 @@ class Codec(ABC):
 
     Attributes:
         granularity: What it encodes is a multiple of so many values.
+        cut: Into how many pieces a bucket is cut. Small ones fill the link sooner, and cost the processor more.
     """
 
     granularity: int
+    cut: int
 
     @abstractmethod
     def wire_bytes(self, num_values: int) -> int:
@@ -55,6 +57,7 @@ class Cast(Codec):
 
     dtype: Any
     granularity = 1
+    cut = 4
 
     def __post_init__(self) -> None:
         if not getattr(self.dtype, "is_floating_point", False) or self.dtype.itemsize != 2:
@@ -85,6 +88,7 @@ class Int8(Codec):
     """
 
     granularity = _GROUP
+    cut = 2
 
     def wire_bytes(self, num_values: int) -> int:
         """Return a byte a value and four a group of 128."""
@@ -114,6 +118,7 @@ class Int4(Codec):
     """
 
     granularity = _GROUP
+    cut = 2
 
     def wire_bytes(self, num_values: int) -> int:
         """Return half a byte a value and four a group of 128."""

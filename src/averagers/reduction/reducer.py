@@ -14,7 +14,7 @@ from averagers.errors import InvalidValueError
 from averagers.reduction.anchor import Anchor
 from averagers.reduction.groups import Group, Route
 from averagers.reduction.interface import Lane, Record, Tensor, TensorOperations, Work
-from averagers.reduction.layout import Bucket, plan_buckets
+from averagers.reduction.layout import Bucket, Kind, plan_buckets
 from averagers.reduction.selection import (
     Listing,
     Selected,
@@ -36,6 +36,9 @@ from averagers.reduction.transfers import (
     Transfer,
     TwoLevelMean,
 )
+
+# Between nodes smaller buckets: the link is busy sooner, and idle later.
+_CUT_BETWEEN_NODES = 4
 
 
 @final
@@ -60,12 +63,22 @@ class _Layout:
     Attributes:
         records: Place, shape and type of each tensor; any change of these makes a new layout.
         listing: The tensors as the ranks compare them.
-        buckets: The plan.
+        bucket_bytes: Most bytes of a bucket that is not cut.
+        plans: The plan for each number of pieces that buckets are cut into, made when it is first needed.
     """
 
     records: list[Record]
     listing: Listing
-    buckets: tuple[Bucket, ...]
+    bucket_bytes: int
+    sizes: list[int]
+    kinds: list[Kind]
+    plans: dict[int, tuple[Bucket, ...]]
+
+    def buckets(self, cut: int) -> tuple[Bucket, ...]:
+        """Return the plan with buckets that are cut into so many pieces."""
+        if cut not in self.plans:
+            self.plans[cut] = plan_buckets(self.sizes, self.kinds, bucket_bytes=max(1, self.bucket_bytes // cut))
+        return self.plans[cut]
 
     @cached_property
     def shared_memory(self) -> frozenset[int]:
@@ -107,7 +120,7 @@ class Reducer:
     def __init__(self, operations: TensorOperations, bucket_bytes: int) -> None:
         self._operations = operations
         self.bucket_bytes = bucket_bytes
-        self._layout = _Layout([], Listing((), 0), ())
+        self._layout = _Layout([], Listing((), 0), bucket_bytes, [], [], {})
         self._idle_buffers: list[Buffers] = []
 
     def select(self, params: Iterable[Any], once_trainable: set[int]) -> Selection:
@@ -148,29 +161,30 @@ class Reducer:
         """
         drift = DriftMeter(self._operations) if measure_drift else None
 
-        def mean_of(index: int) -> Transfer:
+        def mean_of(index: int, bucket: Bucket) -> Transfer:
             if anchor is not None and anchor.buckets[index] is not None:
                 return CodedMean(anchor.codec, anchor.buckets[index], len(route.legs))
-            return self._mean_of(selection.layout.buckets[index].kind.dtype, route)
+            return self._mean_of(bucket.kind.dtype, route)
 
-        wire_bytes = self._transfer(selection, route, mean_of, drift=drift)
+        cut = anchor.codec.cut if anchor is not None else _CUT_BETWEEN_NODES if len(route.legs) > 1 else 1
+        wire_bytes = self._transfer(selection, route, mean_of, cut=cut, drift=drift)
         if drift is None:
             return Reduced(wire_bytes, None)
         return Reduced(wire_bytes, math.sqrt(route.group.total(drift.total) / route.group.size))
 
     def broadcast_(self, selection: Selection, group: Group) -> None:
         """Replace every selected tensor by that of the group's first rank, in place."""
-        self._transfer(selection, Route(group, (group,)), lambda index: Broadcast())
+        self._transfer(selection, Route(group, (group,)), lambda index, bucket: Broadcast())
 
-    def anchored_lengths(self, selection: Selection) -> list[int | None]:
+    def anchored_lengths(self, selection: Selection, cut: int) -> list[int | None]:
         """Return how many values of each bucket an anchor holds; None where float32 would lose some."""
-        return [self._anchored(bucket) for bucket in selection.layout.buckets]
+        return [self._anchored(bucket) for bucket in selection.layout.buckets(cut)]
 
-    def in_float32(self, selection: Selection) -> list[Tensor | None]:
+    def in_float32(self, selection: Selection, cut: int) -> list[Tensor | None]:
         """Return copies of what an anchor holds, as buckets; costs four bytes for each element."""
         with self._operations.plain_memory():
             buckets: list[Tensor | None] = []
-            for bucket in selection.layout.buckets:
+            for bucket in selection.layout.buckets(cut):
                 load = self._load(bucket, selection, None)
                 length = self._anchored(bucket)
                 buckets.append(None)
@@ -208,8 +222,8 @@ class Reducer:
                 prod(record.shape) * (record.dtype.itemsize // kind.itemsize)
                 for record, kind in zip(records, kinds, strict=True)
             ]
-            buckets = plan_buckets(sizes, kinds, bucket_bytes=self.bucket_bytes)
-            self._layout = _Layout(records, describe(records, self._operations), buckets)
+            listing = describe(records, self._operations)
+            self._layout = _Layout(records, listing, self.bucket_bytes, sizes, kinds, {})
         sharded = [one.whole for one in selected if one.whole is not one.tensor]
         return Selection([one.tensor for one in selected], sharded, self._layout)
 
@@ -217,8 +231,9 @@ class Reducer:
         self,
         selection: Selection,
         route: Route,
-        transfer_of: Callable[[int], Transfer],
+        transfer_of: Callable[[int, Bucket], Transfer],
         *,
+        cut: int = 1,
         drift: DriftMeter | None = None,
     ) -> int:
         """Run every bucket through its transfer, and return the bytes that this rank sent."""
@@ -226,9 +241,9 @@ class Reducer:
 
         def runs() -> Iterator[_Run]:
             nonlocal wire_bytes
-            for index, bucket in enumerate(selection.layout.buckets):
+            for index, bucket in enumerate(selection.layout.buckets(cut)):
                 load = self._load(bucket, selection, drift)
-                chosen = transfer_of(index)
+                chosen = transfer_of(index, bucket)
                 wire_bytes += chosen.wire_bytes(load, [leg.size for leg in route.legs])
                 lanes = [leg.lane(index, bucket.kind.device.type) for leg in route.legs]
                 yield _Run(self._steps(chosen, load, lanes), chosen.lags)
