@@ -385,7 +385,7 @@ class ScheduledAverager(ModelAverager):
         try:
             facts = {**self._configuration, "averager": self._number, "call": call, "step": self._step}
             if anchor is not None:
-                facts["the anchor's round"] = anchor.taken_at
+                facts["the anchor's round"] = anchor.moved_at
             is_wanted_anywhere = agree(group, Statement(facts, selection.listing), int(is_wanted))
             yield report, bool(is_wanted_anywhere)
         except DisagreementError as error:

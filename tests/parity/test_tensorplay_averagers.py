@@ -255,6 +255,11 @@ def test_what_tensorplay_cannot_have_says_why(name: str, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_from_mesh_says_that_it_is_for_torch() -> None:
+    with pytest.raises(averagers.tensorplay.InvalidTypeError, match="from_mesh takes a DeviceMesh of torch"):
+        averagers.tensorplay.HierarchicalModelAverager.from_mesh(None, {"replicate": 4})
+
+
 def test_the_hook_is_probed_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     class WithHook:
         register_comm_hook = print

@@ -154,6 +154,26 @@ def test_two_hierarchies_side_by_side_build_and_average_without_meeting() -> Non
     assert found == [(1.0, 3.0), (2.0, 4.0), (1.0, 3.0), (2.0, 4.0), (5.0, 3.0), (6.0, 4.0), (5.0, 3.0), (6.0, 4.0)]
 
 
+def _fsdp_and_codec(rank: int) -> tuple[bool, float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replica, member = mesh.get_coordinate() or (0, 0)
+    model = _fully_sharded(_model(), mesh["shard"])
+    averager = averagers.HierarchicalModelAverager.from_mesh(mesh, {"replicate": 2}, codec=averagers.Int8())
+    _train(model, averager, replica, member)
+    expected = _unsharded([[[0, 1]] if step % 2 == 0 else [] for step in range(NUM_STEPS)], 2, 2)
+    pairs = list(zip(_whole(model), expected[replica], strict=True))
+    off = max((one - other).abs().max().item() for one, other in pairs)
+    gathered = [torch.empty_like(pairs[0][0]) for _ in range(4)]
+    dist.all_gather(gathered, pairs[0][0])
+    return all(torch.equal(one, gathered[0]) for one in gathered), off
+
+
+def test_shards_travel_coded_too() -> None:
+    for alike, off in run_ranks(_fsdp_and_codec, 4):
+        assert alike
+        assert 0 < off < 0.01
+
+
 def _mixed_shards(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     params = [("w", distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Replicate(), Shard(0)]))]

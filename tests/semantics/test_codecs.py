@@ -263,17 +263,29 @@ def _apart(rank: int) -> list[str]:
     averager.step = 2
     with pytest.raises(averagers.DisagreementError) as caught:
         averager.average_parameters([weight])
+    messages.append(str(caught.value))
+    another = averagers.PeriodicModelAverager(2, codec=averagers.Int8())
+    another.average_parameters([weight])
+    older = another.state_dict()
+    another.step = 2
+    another.average_parameters([weight])
+    if rank:
+        another.load_state_dict(older)
+    another.step = 4
+    with pytest.raises(averagers.DisagreementError) as caught:
+        another.average_parameters([weight])
     return [*messages, str(caught.value)]
 
 
 def test_ranks_that_disagree_on_codec_or_anchor_are_told() -> None:
     first, second = run_ranks(_apart, 2)
     assert first == second
-    codec, text, period, anchor = first
+    codec, text, period, anchor, older = first
     assert "codec is ['Int4()'] on rank 0, ['Int8()'] on rank 1" in codec
     assert "codec must be a Codec such as averagers.Int8(), or None, got 'int8' of type str" in text
     assert "codec must be given for periods of the averager, which are 2, got 4" in period
     assert "the anchor's round is" in anchor
+    assert "the anchor's round is 2 on rank 0, 0 on rank 1" in older
 
 
 def _another_list(rank: int) -> list[float]:

@@ -21,13 +21,13 @@ class Anchor:
 
     Attributes:
         codec: How displacements from it travel.
-        taken_at: The step of the round that it was first taken at; None while there is none.
+        moved_at: The step of the last round that moved it; None while there is none.
         digest: Of the tensors that it is of.
         buckets: Their values, as the buckets of a round hold them; None for a bucket that goes as it is.
     """
 
     codec: Codec
-    taken_at: int | None = None
+    moved_at: int | None = None
     digest: bytes = b""
     buckets: list[Tensor | None] = field(default_factory=list)
 
@@ -50,33 +50,34 @@ class Anchors:
     def of(self, level: int, selection: Selection, reducer: Reducer) -> Anchor | None:
         """Return what a round's displacements are counted from; None where the weights go as they are."""
         anchor = self._levels[level]
-        if anchor is None or anchor.taken_at is None or anchor.digest != selection.listing.digest:
+        if anchor is None or anchor.moved_at is None or anchor.digest != selection.listing.digest:
             return None
         held = [None if bucket is None else bucket.numel() for bucket in anchor.buckets]
         return anchor if held == reducer.anchored_lengths(selection, anchor.codec.cut) else None
 
     def take(self, level: int, selection: Selection, reducer: Reducer, *, step: int, is_moved: bool) -> None:
         """After a round, count from the weights as they are: at this level, unless the round moved it, and within."""
-        for index, anchor in enumerate(self._levels):
-            if anchor is not None and (index < level or (index == level and not is_moved)):
-                anchor.taken_at, anchor.digest = step, selection.listing.digest
-                anchor.buckets = reducer.in_float32(selection, anchor.codec.cut)
+        for index, anchor in enumerate(self._levels[: level + 1]):
+            if anchor is not None:
+                anchor.moved_at, anchor.digest = step, selection.listing.digest
+                if index < level or not is_moved:
+                    reducer.copy_in_float32(selection, anchor.buckets, anchor.codec.cut)
 
     def copy(self) -> Anchors:
         """Return anchors that move on their own."""
         return self.loaded(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an entry for each anchor that was taken."""
+        """Return an entry for each anchor that there is."""
         return {
             f"anchor_{level}": {
-                "taken_at": anchor.taken_at,
+                "moved_at": anchor.moved_at,
                 "digest": anchor.digest.hex(),
                 "num_buckets": len(anchor.buckets),
                 "buckets": {str(index): bucket for index, bucket in enumerate(anchor.buckets) if bucket is not None},
             }
             for level, anchor in enumerate(self._levels)
-            if anchor is not None and anchor.taken_at is not None
+            if anchor is not None and anchor.moved_at is not None
         }
 
     def loaded(self, state_dict: Mapping[str, Any]) -> Anchors:
@@ -91,7 +92,7 @@ class Anchors:
             if anchor is None or saved is None:
                 continue
             try:
-                anchor.taken_at, anchor.digest = saved["taken_at"], bytes.fromhex(saved["digest"])
+                anchor.moved_at, anchor.digest = saved["moved_at"], bytes.fromhex(saved["digest"])
                 held = {int(index): bucket.clone() for index, bucket in saved["buckets"].items()}
                 anchor.buckets = [held.get(index) for index in range(saved["num_buckets"])]
             except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -180,19 +180,22 @@ class Reducer:
         """Return how many values of each bucket an anchor holds; None where float32 would lose some."""
         return [self._anchored(bucket) for bucket in selection.layout.buckets(cut)]
 
-    def in_float32(self, selection: Selection, cut: int) -> list[Tensor | None]:
-        """Return copies of what an anchor holds, as buckets; costs four bytes for each element."""
+    def copy_in_float32(self, selection: Selection, held: list[Tensor | None], cut: int) -> None:
+        """Write what an anchor holds into ``held``, whose memory is used again; costs four bytes for each element."""
+        buckets = selection.layout.buckets(cut)
+        if [None if one is None else one.numel() for one in held] != self.anchored_lengths(selection, cut):
+            held[:] = [self._new_float32(bucket) for bucket in buckets]
         with self._operations.plain_memory():
-            buckets: list[Tensor | None] = []
-            for bucket in selection.layout.buckets(cut):
-                load = self._load(bucket, selection, None)
-                length = self._anchored(bucket)
-                buckets.append(None)
-                if length is not None:
-                    memory = self._operations.new_bytes(4 * length, bucket.kind.device)
-                    buckets[-1] = memory.view(self._operations.float32)
-                    load.pack(buckets[-1])
-        return buckets
+            for bucket, one in zip(buckets, held, strict=True):
+                if one is not None:
+                    self._load(bucket, selection, None).pack(one)
+
+    def _new_float32(self, bucket: Bucket) -> Tensor | None:
+        if self._anchored(bucket) is None:
+            return None
+        with self._operations.plain_memory():
+            memory = self._operations.new_bytes(4 * bucket.num_elements, bucket.kind.device)
+            return memory.view(self._operations.float32)
 
     def _anchored(self, bucket: Bucket) -> int | None:
         return bucket.num_elements if bucket.kind.itemsize <= 4 else None
