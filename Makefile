@@ -32,8 +32,9 @@ check: $(VENV)/.dev ## check format, lint, types and the direction of imports
 bench: $(VENV)/.run ## measure a round against torch's and TensorPlay's (needs a quiet machine)
 	@$(BIN)/python benchmarks/rounds.py $(ARGS)
 
-bench-network: $(VENV)/.run ## measure rounds over links of 200 Mbit/s between network namespaces (needs root, iproute2)
+bench-network: $(VENV)/.run ## measure rounds and training over slow links between network namespaces (needs root, iproute2)
 	@$(BIN)/python benchmarks/network.py $(ARGS)
+	@$(BIN)/python benchmarks/network.py --training
 
 clean: ## remove .venv and all that the other targets wrote, but no benchmark results
 	@rm -rf $(VENV) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

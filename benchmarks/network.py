@@ -1,12 +1,14 @@
 """Nodes with slow links between them, on this machine: network namespaces on a bridge, with tc's token bucket.
 
-    make bench-network                           # compares rounds over a slow link, about 3 minutes
+    make bench-network                           # both of the following, about 8 minutes
+    python benchmarks/network.py                 # compares rounds over a slow link
     python benchmarks/network.py --quick         # a small model
+    python benchmarks/network.py --training      # the demo's model trained over a slower link, about 5 minutes
 
 A node is a network namespace with a host name of its own; each of its two directions is limited to the rate. Ranks are
 started with torchrun in each node and talk over gloo, bound to the node's interface; what really crossed a link is read
 from the interface's counter. Needs root and iproute2 (ip, tc); without them it says so and exits with 2. Prints a table
-and writes benchmarks/results/network.json.
+and writes benchmarks/results/network.json, with --training network-training.json and a picture beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "network.json"
+RESULTS = HERE / "results"
+TRAINING_MBIT = 40
+TRAINING_STEPS = 481
 MTU = 1500
 # Of Ethernet, IP and TCP with timestamps, as the interface counts them.
 HEADER_BYTES = 14 + 20 + 32
@@ -217,22 +221,58 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
+def train(folder: Path, num_steps: int) -> dict[str, Any]:
+    """Train the demo's model in each of the ways of `network_training.py`, in one run."""
+    with Network(2, TRAINING_MBIT) as network, tempfile.TemporaryDirectory() as temporary:
+        figures = Path(temporary) / "figures.json"
+        network.torchrun(2, HERE / "network_training.py", str(num_steps), str(figures), timeout_s=1500)
+        results: dict[str, Any] = json.loads(figures.read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "network-training.json").write_text(json.dumps(results, indent=2) + "\n")
+    return results
+
+
+def show_training(results: dict[str, Any], num_steps: int, console: Console, picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    title = f"{num_steps} steps on 2 nodes x 2 ranks, {TRAINING_MBIT} Mbit/s"
+    table = Table("way", "seconds", "steps sooner than data parallel", "validation loss", title=title)
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    slowest = results["data parallel"]["seconds"]
+    for way, result in results.items():
+        losses = [one["loss"] for one in result["curve"]]
+        table.add_row(way, f"{result['seconds']:.1f}", f"{slowest / result['seconds']:.1f}", f"{losses[-1]:.4f}")
+        axes.plot([one["seconds"] for one in result["curve"]], losses, marker="o", label=way)
+    axes.set(xlabel="seconds of training", ylabel="validation loss (nats a byte)", xscale="log", title=title)
+    figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(picture, dpi=120)
+    console.print(table)
+    print(f"picture: {picture}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model and one size of cluster")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the figures")
+    parser.add_argument("--training", action="store_true", help="train a model instead, over a slower link")
+    parser.add_argument("--json", type=Path, default=RESULTS / "network.json", help="where to write the figures")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     clusters = [(2, 2, 200, 400_000, 3)] if options.quick else [(2, 2, 200, 8_000_000, 5), (4, 2, 200, 8_000_000, 3)]
     console = Console(width=110)
     results = []
-    for cluster in clusters:
-        try:
+    try:
+        if options.training:
+            show_training(train(RESULTS, TRAINING_STEPS), TRAINING_STEPS, console, RESULTS / "network-training.png")
+            return 0
+        for cluster in clusters:
             results.append(compare(*cluster))
-        except NetworkUnavailableError as error:
-            print(f"no network of nodes can be made here: {error}", file=sys.stderr)
-            return 2
-        show(results[-1], console)
+            show(results[-1], console)
+    except NetworkUnavailableError as error:
+        print(f"no network of nodes can be made here: {error}", file=sys.stderr)
+        return 2
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=2) + "\n")
     return 0
