@@ -169,8 +169,14 @@ class Network:
                     program.kill()
                     program.wait()
             if any(codes):
-                said = "\n".join(f"--- {path.stem}\n{path.read_text()[-3000:]}" for path in outputs)
+                said = "\n".join(f"--- {path.stem}\n{first_cause(path.read_text())}" for path in outputs)
                 raise RuntimeError(f"ranks failed, or did not end within {timeout_s:g} s:\n{said}")
+
+
+def first_cause(output: str) -> str:
+    """Return the part of a program's output that tells why it failed; torchrun's own summary comes behind it."""
+    start = max(0, output.find("Traceback"))
+    return output[start : start + 3000]
 
 
 def on_the_wire(payload_bytes: float) -> float:
