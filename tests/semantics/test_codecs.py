@@ -224,6 +224,28 @@ def test_a_run_resumed_between_coded_rounds_equals_the_one_that_was_not_stopped(
     assert run_ranks(_resumed, 2) == [[True] * len(_SIZES)] * 2
 
 
+def _taken_back(rank: int) -> bool:
+    averager = averagers.PeriodicModelAverager(2, codec=averagers.Int4())
+    tensors = _start(rank)
+    averager.average_parameters(tensors)
+    ends = []
+    saved, values = averager.state_dict(), [tensor.clone() for tensor in tensors]
+    for attempt in range(2):
+        if attempt:
+            averager.load_state_dict(saved)
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+        for step in range(1, 5):
+            _move(tensors, rank, step)
+            averager.average_parameters(tensors)
+        ends.append([bits(tensor) for tensor in tensors])
+    return ends[0] == ends[1]
+
+
+def test_a_state_in_memory_is_not_moved_by_the_rounds_after_it() -> None:
+    assert run_ranks(_taken_back, 2) == [True] * 2
+
+
 def _evaluated(rank: int) -> tuple[float, float, bool]:
     averager = averagers.PeriodicModelAverager(2, codec=averagers.Int4())
     plain = averagers.PeriodicModelAverager(2, codec=averagers.Int4())

@@ -68,13 +68,15 @@ class Anchors:
         return self.loaded(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an entry for each anchor that there is."""
+        """Return an entry for each anchor that there is; copies, because the next round moves an anchor in place."""
         return {
             f"anchor_{level}": {
                 "moved_at": anchor.moved_at,
                 "digest": anchor.digest.hex(),
                 "num_buckets": len(anchor.buckets),
-                "buckets": {str(index): bucket for index, bucket in enumerate(anchor.buckets) if bucket is not None},
+                "buckets": {
+                    str(index): bucket.clone() for index, bucket in enumerate(anchor.buckets) if bucket is not None
+                },
             }
             for level, anchor in enumerate(self._levels)
             if anchor is not None and anchor.moved_at is not None

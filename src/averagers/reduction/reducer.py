@@ -64,6 +64,8 @@ class _Layout:
         records: Place, shape and type of each tensor; any change of these makes a new layout.
         listing: The tensors as the ranks compare them.
         bucket_bytes: Most bytes of a bucket that is not cut.
+        sizes: How many elements of its bucket each tensor has.
+        kinds: What the buckets of each hold.
         plans: The plan for each number of pieces that buckets are cut into, made when it is first needed.
     """
 
