@@ -34,8 +34,14 @@ if TYPE_CHECKING:
     from averagers.reduction.codecs import Codec as Codec
     from averagers.reduction.codecs import Int4 as Int4
     from averagers.reduction.codecs import Int8 as Int8
+    from averagers.reduction.codecs import TopK as TopK
+    from averagers.reduction.rules import CenteredClipping as CenteredClipping
+    from averagers.reduction.rules import Median as Median
+    from averagers.reduction.rules import Rule as Rule
+    from averagers.reduction.rules import TrimmedMean as TrimmedMean
     from averagers.training.attach import Attachment as Attachment
     from averagers.training.attach import attach as attach
+    from averagers.training.checkpoint import DistributedState as DistributedState
     from averagers.training.ddp import PostLocalSGDState as PostLocalSGDState
     from averagers.training.ddp import post_local_sgd_hook as post_local_sgd_hook
     from averagers.training.optimizer import ModelAveragingOptimizer as ModelAveragingOptimizer
@@ -67,8 +73,14 @@ _MODULE_OF = {
     "Codec": "reduction.codecs",
     "Int4": "reduction.codecs",
     "Int8": "reduction.codecs",
+    "TopK": "reduction.codecs",
+    "CenteredClipping": "reduction.rules",
+    "Median": "reduction.rules",
+    "Rule": "reduction.rules",
+    "TrimmedMean": "reduction.rules",
     "Attachment": "training.attach",
     "attach": "training.attach",
+    "DistributedState": "training.checkpoint",
     "PostLocalSGDState": "training.ddp",
     "post_local_sgd_hook": "training.ddp",
     "ModelAveragingOptimizer": "training.optimizer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import inf
 from typing import Any, TypeVar
 
 from averagers.errors import InvalidTypeError, InvalidValueError, StateDictError
@@ -12,7 +13,7 @@ _YEAR_S = 366 * 86400.0
 
 _Kind = TypeVar("_Kind")
 
-_SUCH_AS = {"Codec": "averagers.Int8()"}
+_SUCH_AS = {"Codec": "averagers.Int8()", "Rule": "averagers.Median()"}
 
 
 def check_whole_number(name: str, value: object, *, minimum: int) -> int:
@@ -45,6 +46,54 @@ def check_seconds(name: str, value: object) -> float | None:
     if not 1e-3 <= value <= _YEAR_S:
         raise InvalidValueError(f"{name} must be from 0.001 to {_YEAR_S:.0f} seconds, got {value}")
     return float(value)
+
+
+def check_positive(name: str, value: object) -> float:
+    """Return ``value`` as a float if it is a finite number over 0.
+
+    Raises:
+        InvalidTypeError: it is not a number.
+        InvalidValueError: it is not finite, or not over 0.
+    """
+    number = _check_number(name, value)
+    if not 0 < number < inf:
+        raise InvalidValueError(f"{name} must be over 0 and finite, got {value}")
+    return number
+
+
+def check_share(name: str, value: object) -> float:
+    """Return ``value`` as a float if it is a number over 0, and at most 1.
+
+    Raises:
+        InvalidTypeError: it is not a number.
+        InvalidValueError: it is out of these bounds.
+    """
+    number = _check_number(name, value)
+    if not 0 < number <= 1:
+        raise InvalidValueError(f"{name} must be over 0 and at most 1, got {value}")
+    return number
+
+
+def check_weight(weight: object) -> float:
+    """Return ``weight`` as a float if it is a finite number of at least 0.
+
+    Raises:
+        InvalidTypeError: it is not a number.
+        InvalidValueError: it is negative or not finite.
+    """
+    number = _check_number("weight", weight)
+    if not 0 <= number < inf:
+        raise InvalidValueError(f"weight must be at least 0 and finite, such as a number of samples, got {weight}")
+    return number
+
+
+def _check_number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidTypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        return inf if value > 0 else -inf
 
 
 def check_nodes(nodes: object, ranks: Sequence[int] | None) -> list[str] | None:
@@ -132,19 +181,22 @@ def per_level(name: str, value: object, periods: Sequence[int], kind: type[_Kind
     return tuple(by_period.get(period) for period in periods)
 
 
-def check_averager_state(state_dict: object, configuration: Mapping[str, Any]) -> tuple[int, set[int]]:
-    """Return the step and the positions of once trainable parameters that an averager's state dict holds.
+def check_averager_state(
+    state_dict: object, configuration: Mapping[str, Any], num_levels: int
+) -> tuple[int, set[int], list[float | None]]:
+    """Return the step, the positions of once trainable parameters, and the weights that an averager's state dict holds.
 
     Args:
         state_dict: What an averager's ``state_dict()`` returned, or should have.
         configuration: Of the averager that loads it.
+        num_levels: Of that averager.
 
     Raises:
         StateDictError: an entry is missing or wrong, or the configuration is another one.
     """
     if not isinstance(state_dict, Mapping):
         raise StateDictError(f"state_dict must be what state_dict() returned, got {type(state_dict).__name__}")
-    missing = {"step", "configuration", "once_trainable"} - set(state_dict)
+    missing = {"step", "configuration", "once_trainable", "weights"} - set(state_dict)
     if missing:
         raise StateDictError(f"state_dict lacks {sorted(missing)}: give what state_dict() returned")
     saved = state_dict["configuration"]
@@ -159,6 +211,9 @@ def check_averager_state(state_dict: object, configuration: Mapping[str, Any]) -
     try:
         step = check_whole_number("step in state_dict", state_dict["step"], minimum=0)
         positions = [check_whole_number("a position", one, minimum=0) for one in state_dict["once_trainable"]]
+        weights = [None if weight is None else check_weight(weight) for weight in state_dict["weights"]]
+        if len(weights) != num_levels:
+            raise InvalidValueError(f"there must be a weight for each of {num_levels} levels, got {weights}")
     except (TypeError, ValueError) as error:
         raise StateDictError(f"state_dict is damaged: {error}") from None
-    return step, set(positions)
+    return step, set(positions), weights

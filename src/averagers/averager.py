@@ -14,6 +14,8 @@ from averagers.engine import ModelAverager, ScheduledAverager
 from averagers.events import Observer
 from averagers.hierarchy import Hierarchy
 from averagers.reduction.codecs import Codec
+from averagers.reduction.method import Method
+from averagers.reduction.rules import Rule
 from averagers.schedule import Hierarchical, Periodic
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class PeriodicModelAverager(ScheduledAverager):
         codec: How the displacements from the last round's weights travel in fewer bytes, such as ``Int8()``; None
             for the weights themselves. The first round, and dtypes wider than float32, go as they are. Costs four
             bytes an element for the weights of the last round.
+        rule: What takes the place of the mean where a rank may send nonsense, such as ``TrimmedMean(1)``; None for
+            the mean. Rounds then do not sum within nodes.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -81,6 +85,7 @@ class PeriodicModelAverager(ScheduledAverager):
         measure_drift: bool = False,
         nodes: Sequence[Hashable] | None = None,
         codec: Codec | None = None,
+        rule: Rule | None = None,
     ) -> None:
         schedule = Periodic(period, warmup_steps=warmup_steps)
         _warn_of_period_one(period)
@@ -94,7 +99,7 @@ class PeriodicModelAverager(ScheduledAverager):
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
-            codecs=per_level("codec", codec, (period,), Codec),
+            methods=_methods((period,), codec, rule),
         )
         self._period = period
 
@@ -129,6 +134,8 @@ class HierarchicalModelAverager(ScheduledAverager):
         codec: How the displacements from the last round's weights travel in fewer bytes: for every level, such
             as ``Int8()``, or by period, such as ``{32: Int8()}``; None for the weights themselves. The first round,
             and dtypes wider than float32, go as they are. Costs four bytes an element for each level with a codec.
+        rule: What takes the place of the mean where a rank may send nonsense, such as ``TrimmedMean(1)``, for every
+            level or by period; None for the mean. Rounds with one do not sum within nodes.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -155,6 +162,7 @@ class HierarchicalModelAverager(ScheduledAverager):
         measure_drift: bool = False,
         nodes: Sequence[Hashable] | None = None,
         codec: Codec | Mapping[int, Codec | None] | None = None,
+        rule: Rule | Mapping[int, Rule | None] | None = None,
     ) -> None:
         groups = self._framework().groups
         ranks = groups.members(groups.resolve(process_group))
@@ -178,7 +186,7 @@ class HierarchicalModelAverager(ScheduledAverager):
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
-            codecs=per_level("codec", codec, hierarchy.periods, Codec),
+            methods=_methods(hierarchy.periods, codec, rule),
         )
         self._periods = hierarchy.periods
 
@@ -236,7 +244,7 @@ class SingleRounds(ScheduledAverager):
             observers=(),
             measure_drift=False,
             nodes=None,
-            codecs=(None,),
+            methods=(Method(),),
         )
 
     @classmethod
@@ -249,11 +257,11 @@ class SingleRounds(ScheduledAverager):
             cls._kept[cls, handle] = cls(handle)
         return cls._kept[cls, handle]
 
-    def average_parameters(self, params: Iterable[Any]) -> None:
+    def average_parameters(self, params: Iterable[Any], *, weight: float | None = None) -> None:
         """Average ``params`` now."""
         self.step = 0
         self._once_trainable = set()
-        super().average_parameters(params)
+        super().average_parameters(params, weight=weight)
 
 
 def average_parameters(params: Iterable[Any], process_group: Any = None) -> None:
@@ -276,6 +284,12 @@ def average_parameters(params: Iterable[Any], process_group: Any = None) -> None
         >>> averagers.average_parameters(model.parameters())
     """
     SingleRounds.of(process_group).average_parameters(params)
+
+
+def _methods(periods: Sequence[int], codec: object, rule: object) -> list[Method]:
+    codecs: Sequence[Codec | None] = per_level("codec", codec, periods, Codec)
+    rules: Sequence[Rule | None] = per_level("rule", rule, periods, Rule)
+    return [Method(*one) for one in zip(codecs, rules, strict=True)]
 
 
 def _warn_of_period_one(longest_period: int) -> None:

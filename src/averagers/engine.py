@@ -8,17 +8,23 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from averagers.arguments import check_averager_state, check_nodes, check_seconds, check_whole_number
+from averagers.arguments import (
+    check_averager_state,
+    check_nodes,
+    check_seconds,
+    check_weight,
+    check_whole_number,
+)
 from averagers.content import RoundContent, as_content
 from averagers.errors import ClosedError, DisagreementError, InvalidTypeError, InvalidValueError
 from averagers.events import Announcer, Observer, RoundReport
 from averagers.hierarchy import Hierarchy
 from averagers.reduction.anchor import Anchor, Anchors
-from averagers.reduction.codecs import Codec
 from averagers.reduction.framework import Framework
 from averagers.reduction.groups import Group, Route
+from averagers.reduction.method import Method
 from averagers.reduction.reducer import Selection
-from averagers.safety.agreement import Statement, agree, format_ranks
+from averagers.safety.agreement import Agreement, Statement, agree, format_ranks
 from averagers.safety.failure import explain_failure
 from averagers.safety.opening import open_routes
 from averagers.schedule import Schedule
@@ -102,7 +108,7 @@ class ScheduledAverager(ModelAverager):
         measure_drift: Measure the replicas' distance from the mean in each round, for the observers;
             costs a pass over the weights and one more small message.
         nodes: The node of each rank of the process group, in its order; None to tell nodes by their host names.
-        codecs: How the displacements of each level travel; None for the weights themselves.
+        methods: How the mean of each level is computed.
     """
 
     def __init__(
@@ -117,7 +123,7 @@ class ScheduledAverager(ModelAverager):
         observers: Iterable[Observer],
         measure_drift: bool,
         nodes: Sequence[Hashable] | None,
-        codecs: Sequence[Codec | None],
+        methods: Sequence[Method],
     ) -> None:
         check_whole_number("bucket_bytes", bucket_bytes, minimum=1)
         self._timeout_s = check_seconds("timeout_s", timeout_s)
@@ -141,7 +147,10 @@ class ScheduledAverager(ModelAverager):
         # After which step, with which tensors, a round of all ranks left one model.
         self._one_model_at: tuple[int, bytes] | None = None
         self._read_iterator: Any = None
-        self._anchors = Anchors(codecs)
+        self._methods = tuple(methods)
+        self._anchors = Anchors(methods)
+        # Of this rank, since the last round of each level; None where none was given.
+        self._weights: list[float | None] = [None] * len(methods)
         self._routes: list[Route] = []
         self._ranks = self._framework().groups.members(self.process_group)
         self._nodes = check_nodes(nodes, self._ranks)
@@ -152,7 +161,7 @@ class ScheduledAverager(ModelAverager):
         """How many steps come before the first round may be due."""
         return self._schedule.warmup_steps
 
-    def average_parameters(self, params: Iterable[Any]) -> None:
+    def average_parameters(self, params: Iterable[Any], *, weight: float | None = None) -> None:
         """Average ``params`` in place if a round is due at this step, and count the step.
 
         Every rank of the process group must call this equally often. The first call reads and checks
@@ -162,9 +171,14 @@ class ScheduledAverager(ModelAverager):
             params: ``model.parameters()``, ``model.named_parameters()``, ``optimizer.param_groups`` or
                 any iterable of tensors, named or not. Floating and complex tensors are averaged,
                 except parameters that have never been trainable.
+            weight: How much this step counts, such as the number of samples or tokens it saw. A round weighs each
+                rank by the sum of the weights since the last round of its level; a rank with 0 only receives. Give
+                it on every rank or on none; None everywhere weighs all ranks the same.
 
         Raises:
-            InvalidTypeError: ``params`` is none of those; nothing was sent.
+            InvalidTypeError: ``params`` is none of those, or ``weight`` no number; nothing was sent.
+            InvalidValueError: ``weight`` is negative or not finite; or the weights of all ranks are 0, or do not fit
+                the level's rule: then every rank raises this, and nothing was averaged.
             UnsupportedTensorError: a tensor cannot be averaged in place; nothing was sent.
             DisagreementError: the ranks do not agree on the step or on the tensors; nothing was averaged.
             RoundFailedError: a rank died, or did not come within the timeout.
@@ -172,11 +186,19 @@ class ScheduledAverager(ModelAverager):
         """
         if self._refusal is not None:
             raise ClosedError(self._refusal)
+        weights_before = self._weights
+        if weight is not None:
+            seen = check_weight(weight)
+            self._weights = [seen + (before or 0.0) for before in self._weights]
         round_ = self._schedule.due(self._step)
-        if round_ is not None:
-            self._run_round(as_content(params), None, round_.level, "average_parameters")
-        elif not self._checked_params:
-            self._select(as_content(params))
+        try:
+            if round_ is not None:
+                self._run_round(as_content(params), None, round_.level, "average_parameters")
+            elif not self._checked_params:
+                self._select(as_content(params))
+        except BaseException:
+            self._weights = weights_before
+            raise
         self._step += 1
 
     def finish(self, params: Iterable[Any]) -> None:
@@ -246,13 +268,24 @@ class ScheduledAverager(ModelAverager):
         self._refusal = f"this {type(self).__name__} was closed: build a new one"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, the configuration, which parameters were ever trainable, and the anchors of codecs."""
+        """Return the step, the configuration, which parameters were ever trainable, weights so far, and anchors."""
         return {
             "step": self._step,
             "configuration": dict(self._configuration),
             "once_trainable": sorted(self._once_trainable),
+            "weights": list(self._weights),
             **self._anchors.state_dict(),
         }
+
+    def anchors_of(self, params: Iterable[Any]) -> tuple[Selection, list[tuple[Group, Anchor | None]]]:
+        """Return what is averaged of ``params``, and the group and the anchor of each level, for checkpoints.
+
+        Where there is no anchor yet, there is memory for one. No ranks are met.
+        """
+        self._refuse_if_unusable()
+        selection = self._reducer.select(params, set(self._once_trainable))
+        anchors = self._anchors.prepare(selection, self._reducer, self._routes)
+        return selection, [(route.group, anchor) for route, anchor in zip(self._routes, anchors, strict=True)]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned; also makes an averager usable after a failed round.
@@ -266,7 +299,7 @@ class ScheduledAverager(ModelAverager):
         """
         if self._is_closed:
             self._refuse_if_unusable()
-        step, once_trainable = check_averager_state(state_dict, self._configuration)
+        step, once_trainable, weights = check_averager_state(state_dict, self._configuration, len(self._methods))
         anchors = self._anchors.loaded(state_dict)
         if self._refusal is not None or self._left_a_round:
             self._abandon_groups()
@@ -278,6 +311,7 @@ class ScheduledAverager(ModelAverager):
         self._anchors = anchors
         self._step = step
         self._once_trainable = once_trainable
+        self._weights = weights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = self.__copy__()
@@ -289,6 +323,7 @@ class ScheduledAverager(ModelAverager):
         twin._reducer = self._framework().new_reducer(self._bucket_bytes)
         twin._once_trainable = set(self._once_trainable)
         twin._anchors = self._anchors.copy()
+        twin._weights = list(self._weights)
         twin._routes = list(self._routes)
         for group in twin._opened_groups():
             self._framework().groups.share(group)
@@ -350,13 +385,27 @@ class ScheduledAverager(ModelAverager):
             raise
         # What `averaged` shows is taken back: it is no round that displacements could be counted from.
         is_kept = call != "averaged"
-        anchor = self._anchors.of(level, selection, self._reducer) if is_kept else None
-        with self._together(route.group, level, call, selection, is_wanted, anchor) as (report, is_wanted_anywhere):
-            if is_wanted_anywhere:
+        anchor = self._anchors.of(level, selection) if is_kept else None
+        weight = self._weights[level]
+        facts = {"weight": "not given" if weight is None else "given"}
+        if anchor is not None:
+            facts["the anchor's round"] = str(anchor.moved_at)
+        with self._together(
+            route.group, level, call, selection, facts, int(is_wanted), 1.0 if weight is None else weight
+        ) as (report, agreement):
+            if agreement.wish:
                 report.started(len(selection.tensors), selection.listing.num_elements)
-                reduced = self._reducer.average_(selection, route, measure_drift=self._measure_drift, anchor=anchor)
+                reduced = self._reducer.average_(
+                    selection,
+                    route,
+                    self._methods[level],
+                    measure_drift=self._measure_drift,
+                    weights=agreement.weights,
+                    anchor=anchor,
+                )
                 if is_kept:
                     self._anchors.take(level, selection, self._reducer, step=self._step, is_moved=anchor is not None)
+                    self._weights[: level + 1] = [None] * (level + 1)
                 content.landed()
                 report.finished(reduced.wire_bytes, reduced.drift)
         # Two levels of one size share their group.
@@ -370,12 +419,13 @@ class ScheduledAverager(ModelAverager):
         level: int,
         call: str,
         selection: Selection,
-        is_wanted: bool = True,
-        anchor: Anchor | None = None,
-    ) -> Iterator[tuple[RoundReport, bool]]:
+        facts: Mapping[str, Any] | None = None,
+        wish: int = 1,
+        weight: float = 1.0,
+    ) -> Iterator[tuple[RoundReport, Agreement]]:
         """Agree with ``group``, then communicate; the one way to the wire, and out of a failure.
 
-        Yields what tells of it, and whether any rank wants it.
+        Yields what tells of it, and what the ranks told each other.
         """
         if not self._framework().groups.is_alive(group):
             raise ClosedError(
@@ -383,12 +433,12 @@ class ScheduledAverager(ModelAverager):
             )
         report = self._announcer.report(call, self._step, level, group.size, group.rank)
         try:
-            facts = {**self._configuration, "averager": self._number, "call": call, "step": self._step}
-            if anchor is not None:
-                facts["the anchor's round"] = anchor.moved_at
-            is_wanted_anywhere = agree(group, Statement(facts, selection.listing), int(is_wanted))
-            yield report, bool(is_wanted_anywhere)
-        except DisagreementError as error:
+            facts = {**self._configuration, "averager": self._number, "call": call, "step": self._step, **(facts or {})}
+            agreement = agree(group, Statement(facts, selection.listing), wish, weight)
+            if agreement.wish:
+                self._methods[level].check_weights(agreement.weights)
+            yield report, agreement
+        except (DisagreementError, InvalidValueError) as error:
             report.failed(error)
             raise
         except RuntimeError as error:
@@ -420,13 +470,21 @@ class ScheduledAverager(ModelAverager):
         """Compare the configuration with the other ranks, then make the groups of each level."""
         if self._ranks is None:
             return
-        options = {"bucket_bytes": self._bucket_bytes, "timeout_s": self._timeout_s, "nodes": self._nodes}
-        options["codec"] = [repr(codec) for codec in self._anchors.codecs]
         levels = self._hierarchy.levels if self._hierarchy else ()
+        sizes = [level.group_size for level in levels] or [len(self._ranks)]
+        for size, method in zip(sizes, self._methods, strict=True):
+            method.check_group_size(size)
+        options = {
+            "bucket_bytes": self._bucket_bytes,
+            "timeout_s": self._timeout_s,
+            "nodes": self._nodes,
+            "codec": [repr(method.codec) for method in self._methods],
+            "rule": [repr(method.rule) for method in self._methods],
+        }
         self._number, self._routes = open_routes(
             self._framework().groups,
             self.process_group,
-            [level.group_size for level in levels] or [len(self._ranks)],
+            list(zip(sizes, self._methods, strict=True)),
             self._nodes,
             {**self._configuration, **options, "measure_drift": self._measure_drift},
             timeout_s=self._timeout_s,

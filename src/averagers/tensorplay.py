@@ -36,7 +36,7 @@ from averagers.errors import (
 from averagers.events import Event, Observer, RoundFailed, RoundFinished, RoundStarted
 from averagers.observe.console import Console
 from averagers.observe.jsonl import JsonLines
-from averagers.reduction.codecs import Cast, Codec, Int4, Int8
+from averagers.reduction.codecs import Cast, Codec, Int4, Int8, TopK
 from averagers.reduction.framework import Framework
 from averagers.reduction.interface import (
     GroupFactory,
@@ -49,6 +49,7 @@ from averagers.reduction.interface import (
     wait_on_this_thread,
 )
 from averagers.reduction.layout import Kind
+from averagers.reduction.rules import CenteredClipping, Median, Rule, TrimmedMean
 
 try:
     import tensorplay as tp
@@ -83,9 +84,14 @@ __all__ = [
     "Console",
     "JsonLines",
     "Cast",
+    "CenteredClipping",
     "Codec",
     "Int4",
     "Int8",
+    "Median",
+    "Rule",
+    "TopK",
+    "TrimmedMean",
 ]
 
 
@@ -295,6 +301,7 @@ class _TensorOperations(TensorOperations):
     float32 = tp.float32
     int8 = tp.int8
     uint8 = tp.uint8
+    int64 = tp.int64
 
     def local(self, tensor: Tensor) -> tuple[Tensor, str]:
         return tensor, ""
@@ -328,6 +335,12 @@ class _TensorOperations(TensorOperations):
 
     def copy_(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         tp._foreach_copy_(destinations, sources)
+
+    def add_(self, destinations: Sequence[Tensor], sources: Sequence[Tensor], *, alpha: float) -> None:
+        tp._foreach_add_(destinations, sources, alpha=alpha)
+
+    def concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tp.cat(list(tensors), dim=-1)
 
     def mark_written(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -430,6 +443,8 @@ def _instead(name: str) -> str:
             ": it works on torch's optimizers; call averager.average_parameters(model.parameters()) after each "
             "optimizer.step(), or wrap the optimizer in tensorplay.distributed.optim.PostLocalSGDOptimizer"
         )
+    if name == "DistributedState":
+        return ": it is for torch.distributed.checkpoint; save the averager's state_dict() on each rank"
     if name in ("PostLocalSGDState", "post_local_sgd_hook"):
         return f": {_hook_of_ddp()}; average gradients in the warm-up with tensorplay.distributed.all_reduce"
     return ""

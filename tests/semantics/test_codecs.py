@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from averagers.reduction.coded import Encoder
 from frameworks import averagers, bits, lib
 from ranks_runner import run_ranks
 
@@ -20,6 +21,12 @@ _CODECS: dict[str, Callable[[], Any]] = {
     "float16": lambda: averagers.Cast(lib.float16),
     "int8": lambda: averagers.Int8(),  # noqa: PLW0108 - looked up when called
     "int4": lambda: averagers.Int4(),  # noqa: PLW0108
+}
+_WITH_FEEDBACK: dict[str, Callable[[], Any]] = {
+    "bfloat16": lambda: averagers.Cast(lib.bfloat16, error_feedback=1.0),
+    "int8": lambda: averagers.Int8(error_feedback=1.0),
+    "int4": lambda: averagers.Int4(error_feedback=1.0),
+    "topk": lambda: averagers.TopK(64, error_feedback=1.0),
 }
 
 # Bytes of 1,280 values, scales counted, and how far off a value may be, by itself or by the largest of its group.
@@ -98,6 +105,128 @@ def test_a_cast_to_another_dtype_is_refused() -> None:
             averagers.Cast(dtype)
 
 
+def test_top_k_sends_the_largest_of_each_chunk_in_two_sizes() -> None:
+    codec = averagers.TopK(4)
+    row = [0.0] * 8192
+    row[4095], row[0], row[1], row[2], row[3] = 8.0, -6.0, 2.0, -1.0, 0.5
+    row[4096] = 3.0
+    (back,), num_bytes = _round_trip(codec, [row])
+    assert num_bytes == codec.wire_bytes(8192) == 2 * 8 + 16  # 2 chunks * 4 values * 14 bits, filled up to 16 bytes
+    sent = {place: value for place, value in enumerate(back) if value}
+    assert sent == {4095: 7.0, 0: -7.0, 1: 1.5, 2: -1.5, 4096: 3.0}
+
+
+@pytest.mark.parametrize("keep", [4, 64, 4096])
+def test_top_k_names_every_place_and_takes_the_bytes_it_says(keep: int) -> None:
+    codec = averagers.TopK(keep)
+    rows = [_numbers(row, 8192) for row in range(2)]
+    back, num_bytes = _round_trip(codec, rows)
+    assert num_bytes == 2 * codec.wire_bytes(8192) == 2 * (16 + 2 * keep * 14 // 8 + -(2 * keep * 14 // 8) % 4)
+    for row, decoded in zip(rows, back, strict=True):
+        for start in (0, 4096):
+            chunk, sent = row[start : start + 4096], decoded[start : start + 4096]
+            places = sorted(range(4096), key=lambda place: -abs(chunk[place]))[:keep]
+            assert {place for place, value in enumerate(sent) if value} == {place for place in places if chunk[place]}
+            assert all((chunk[place] < 0) == (sent[place] < 0) for place in places if chunk[place])
+            assert sum(map(abs, sent)) == pytest.approx(sum(abs(chunk[place]) for place in places), rel=1e-4)
+
+
+def test_a_chunk_of_top_k_with_nan_sends_nan_and_infinity_stays_one() -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        row = _numbers(5, 8192)
+        row[3] = bad
+        (back,), _ = _round_trip(averagers.TopK(8), [row])
+        assert not math.isfinite(back[3])
+        assert all(map(math.isfinite, back[4096:]))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: averagers.TopK(6), "keep must be a multiple of 4, and at most 4096, got 6"),
+        (lambda: averagers.TopK(0), "keep must be at least 4, got 0"),
+        (lambda: averagers.TopK(4100), "keep must be a multiple of 4, and at most 4096, got 4100"),
+        (lambda: averagers.TopK(64.0), "keep must be an int, got 64.0"),
+        (lambda: averagers.TopK(error_feedback=0.0), "error_feedback must be over 0 and at most 1, got 0.0"),
+        (lambda: averagers.Int4(error_feedback=1.01), "error_feedback must be over 0 and at most 1, got 1.01"),
+        (lambda: averagers.Int8(error_feedback=math.nan), "error_feedback must be over 0 and at most 1, got nan"),
+        (lambda: averagers.Int8(error_feedback=True), "error_feedback must be a number, got True of type bool"),
+    ],
+)
+def test_settings_out_of_their_limits_are_refused(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises((averagers.InvalidValueError, averagers.InvalidTypeError), match=message):
+        build()
+
+
+def test_a_codec_shows_what_was_set() -> None:
+    shown = [repr(codec) for codec in (averagers.Int8(), averagers.TopK(), averagers.TopK(8, error_feedback=None))]
+    assert shown == ["Int8()", "TopK()", "TopK(keep=8, error_feedback=None)"]
+
+
+# Error feedback
+
+
+@pytest.mark.parametrize("name", list(_WITH_FEEDBACK))
+def test_what_was_sent_and_what_was_kept_make_up_what_was_given(name: str) -> None:
+    codec = _WITH_FEEDBACK[name]()
+    encoder = Encoder(codec, {"here": lib.zeros(2 * 8192)})
+    given, sent = lib.zeros(2, 8192), lib.zeros(2, 8192)
+    for step in range(5):
+        values = lib.tensor([_numbers(10 * step + row, 8192) for row in range(2)], dtype=lib.float32)
+        given.add_(values)
+        wire = lib.zeros(2, codec.wire_bytes(8192), dtype=lib.uint8)
+        residual = encoder.encode("here", values, wire, _operations())
+        arrived = lib.zeros(2, 8192)
+        codec.decode(wire, arrived, _operations())
+        sent.add_(arrived)
+        assert residual.abs().max().item() > 0.0
+        assert (sent + residual - given).abs().max().item() <= 1e-4
+
+
+def test_the_residual_forgets_by_its_decay() -> None:
+    residual = lib.zeros(4096)
+    encoder = Encoder(averagers.TopK(4, error_feedback=0.5), {"here": residual})
+    row = [0.0] * 4096
+    row[:5] = [8.0, 8.0, 8.0, 8.0, 1.0]
+    wire = lib.zeros(1, encoder.codec.wire_bytes(4096), dtype=lib.uint8)
+    for expected in (1.0, 1.5, 1.75):
+        encoder.encode("here", lib.tensor([row], dtype=lib.float32), wire, _operations())
+        assert residual[4].item() == expected
+
+
+def _quadratic(rank: int, names: list[str]) -> list[float]:
+    """Return the tail loss of local SGD on a quadratic with each codec, 4 rounds in 5 before it."""
+    makers = {
+        "none": lambda: None,
+        **{name: _CODECS[name] for name in ("bfloat16", "int8", "int4")},
+        "topk": lambda: averagers.TopK(8),
+        "topk without": lambda: averagers.TopK(8, error_feedback=None),
+    }
+    found = []
+    curvature = lib.tensor([10.0 ** (-2 + 2 * place / 199) for place in range(200)])
+    for name in names:
+        averager = averagers.PeriodicModelAverager(5, codec=makers[name]())
+        numbers = random.Random(rank)
+        weight, tail = lib.full((200,), 10.0), 0.0
+        for step in range(1000):
+            noise = lib.tensor([numbers.gauss(0.0, 1.0) for _ in range(200)])
+            weight.sub_((curvature * weight + noise) * 0.1)
+            averager.average_parameters([weight])
+            tail += float((curvature * weight * weight).sum().item()) if step >= 800 and step % 5 == 0 else 0.0
+        found.append(tail)
+    return found
+
+
+def test_every_codec_finds_the_minimum_of_a_quadratic_and_top_k_by_its_residual() -> None:
+    names = ["none", "bfloat16", "int8", "int4", "topk", "topk without"]
+    tails = dict(zip(names, run_ranks(_quadratic, 2, names)[0], strict=True))
+    assert tails["bfloat16"] == pytest.approx(tails["none"], rel=0.02)
+    assert tails["int8"] == pytest.approx(tails["none"], rel=0.02)
+    assert tails["int4"] == pytest.approx(tails["none"], rel=0.2)
+    assert tails["topk"] <= 4 * tails["none"]
+    assert tails["topk without"] >= 3 * tails["topk"]
+
+
 # Rounds
 
 _SIZES = (1, 3, 127, 128, 129, 1000, 5000)
@@ -152,6 +281,104 @@ def test_coded_rounds_are_near_the_mean_and_alike_on_all_ranks(name: str, world_
         assert 0.0 < worst <= _OFF[name]
 
 
+def _moved_and_kept(rank: int, name: str, nodes: str | None) -> tuple[list[float], list[float], list[float]]:
+    """Return by how much the anchor moved, the sum of this rank's displacements, and what it still keeps."""
+    codec = _WITH_FEEDBACK[name]()
+    averager = averagers.PeriodicModelAverager(1000, codec=codec, nodes=nodes and list(nodes))
+    weight = lib.zeros(8192)
+    averager.average_parameters([weight])
+    given = lib.zeros(8192)
+    for step in range(4):
+        before = weight.clone()
+        _move([weight], rank, step)
+        given.add_(weight - before)
+        averager.step = 0
+        averager.average_parameters([weight])
+    (residuals,) = averager.state_dict()["anchor_0"]["residuals"]
+    kept = [value for place in sorted(residuals) for value in residuals[place].tolist()]
+    return weight.tolist(), given.tolist(), kept
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("int4", 2), ("topk", 2), ("topk", 3)])
+def test_over_rounds_what_moved_and_what_ranks_keep_make_up_the_mean(name: str, world_size: int) -> None:
+    results = run_ranks(_moved_and_kept, world_size, name, None)
+    mean = [sum(column) / world_size for column in zip(*(given for _, given, _ in results), strict=True)]
+    left = [sum(column) for column in zip(*(kept for _, _, kept in results), strict=True)]
+    if name == "int4":  # the second stage's comes first by name: of each rank's own part
+        part = 8192 // world_size
+        left = [
+            sum(kept[part + place] for _, _, kept in results) + results[place // part][2][place % part]
+            for place in range(8192)
+        ]
+    moved = results[0][0]
+    assert max(map(abs, left)) > 0.0
+    assert max(abs(a + b - c) for a, b, c in zip(moved, left, mean, strict=True)) <= 1e-4
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), [(2, None), (3, None), (4, "aabb"), (6, "abcabc")])
+def test_rounds_of_top_k_end_alike_on_all_ranks(world_size: int, nodes: str | None) -> None:
+    results = run_ranks(_moved_and_kept, world_size, "topk", nodes)
+    assert all(moved == results[0][0] for moved, _, _ in results)
+    assert any(results[0][0])
+
+
+def _sparse_bytes(rank: int, nodes: str | None) -> list[int]:
+    events: list[Any] = []
+    averager = averagers.PeriodicModelAverager(
+        1000, codec=averagers.TopK(64), nodes=nodes and list(nodes), observers=[events.append]
+    )
+    weight = lib.zeros(16384)
+    for _ in range(2):
+        averager.step = 0
+        averager.average_parameters([weight])
+    return [event.wire_bytes for event in events if isinstance(event, averagers.RoundFinished)]
+
+
+def test_top_k_says_how_many_bytes_it_sent() -> None:
+    # 4 chunks of 120 bytes to each other rank; or 2 chunks across, and within values and the choices of both nodes.
+    assert [sent[1] for sent in run_ranks(_sparse_bytes, 3, None)] == [2 * 480] * 3
+    assert [sent[1] for sent in run_ranks(_sparse_bytes, 4, "aabb")] == [240 + 4 * 8192 + 2 * 240] * 4
+
+
+def _any_shape(rank: int, name: str) -> tuple[list[bytes], bool, float]:
+    codec = {**_CODECS, **_WITH_FEEDBACK}[name]()
+    averager = averagers.PeriodicModelAverager(2, codec=codec)
+    wide = lib.tensor(_numbers(rank, 60)).view(6, 10)
+    tensors = [
+        lib.zeros(0),
+        lib.zeros(3, 0, 2),
+        lib.tensor(float(rank)),
+        lib.tensor([float(rank)]),
+        wide.t(),
+        lib.tensor(_numbers(rank + 9, 100))[::2],
+        lib.tensor(_numbers(rank + 5, 2 * 3 * 4 * 5)).view(2, 3, 4, 5).permute(0, 3, 1, 2),
+    ]
+    places = [(tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) for tensor in tensors if tensor.numel()]
+    averager.average_parameters(tensors)
+    means = []
+    for tensor in tensors[2:]:
+        tensor.add_(0.5 * rank)
+        means.append(tensor.clone())
+    averager.step = 2
+    averager.average_parameters(tensors)
+    stayed = places == [(one.data_ptr(), tuple(one.shape), one.stride()) for one in tensors if one.numel()]
+    # Each element moved by 0.5 * rank, so that the mean is 0.25 from there.
+    off = max(
+        (tensor.reshape(-1) - before.reshape(-1) + 0.5 * rank - 0.25).abs().max().item()
+        for tensor, before in zip(tensors[2:], means, strict=True)
+    )
+    return [bits(tensor) for tensor in tensors], stayed, off
+
+
+@pytest.mark.parametrize("name", [*_CODECS, "topk"])
+def test_tensors_of_any_shape_and_layout_travel_coded(name: str) -> None:
+    results = run_ranks(_any_shape, 2, name)
+    assert results[0][0] == results[1][0]
+    assert all(stayed for _, stayed, _ in results)
+    # top-k leaves most of 230 equal elements for later, and Int4 rounds once more
+    assert all(off <= {"topk": 0.26, "int4": 0.02}.get(name, 0.003) for _, _, off in results)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "complex64"])
 def test_other_dtypes_travel_coded_or_as_they_are(dtype: str) -> None:
     results = run_ranks(_coded_rounds, 2, "int8", None, dtype)
@@ -202,17 +429,18 @@ def test_a_codec_of_the_top_level_leaves_the_others_as_they_are() -> None:
         assert off <= 0.02
 
 
-def _resumed(rank: int) -> list[bytes]:
-    straight, through = _start(rank), averagers.PeriodicModelAverager(2, codec=averagers.Int8())
+def _resumed(rank: int, name: str) -> list[bool]:
+    codec = {**_CODECS, **_WITH_FEEDBACK}[name]()
+    straight, through = _start(rank), averagers.PeriodicModelAverager(2, codec=codec)
     for step in range(9):
         _move(straight, rank, step)
         through.average_parameters(straight)
-    tensors, first = _start(rank), averagers.PeriodicModelAverager(2, codec=averagers.Int8())
+    tensors, first = _start(rank), averagers.PeriodicModelAverager(2, codec=codec)
     for step in range(4):
         _move(tensors, rank, step)
         first.average_parameters(tensors)
     saved = first.state_dict()
-    second = averagers.PeriodicModelAverager(2, codec=averagers.Int8())
+    second = averagers.PeriodicModelAverager(2, codec=codec)
     second.load_state_dict(saved)
     for step in range(4, 9):
         _move(tensors, rank, step)
@@ -220,8 +448,9 @@ def _resumed(rank: int) -> list[bytes]:
     return [bits(one) == bits(other) for one, other in zip(straight, tensors, strict=True)]
 
 
-def test_a_run_resumed_between_coded_rounds_equals_the_one_that_was_not_stopped() -> None:
-    assert run_ranks(_resumed, 2) == [[True] * len(_SIZES)] * 2
+@pytest.mark.parametrize("name", ["float16", "int4", "topk"])
+def test_a_run_resumed_between_coded_rounds_equals_the_one_that_was_not_stopped(name: str) -> None:
+    assert run_ranks(_resumed, 2, name) == [[True] * len(_SIZES)] * 2
 
 
 def _taken_back(rank: int) -> bool:

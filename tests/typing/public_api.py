@@ -12,7 +12,7 @@ def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     averager = averagers.PeriodicModelAverager(4, 100, None, observers=[events.append], timeout_s=60)
     averager.average_parameters(model.parameters())
     averager.average_parameters(model.named_parameters())
-    averager.average_parameters(optimizer.param_groups)
+    averager.average_parameters(optimizer.param_groups, weight=32)
     averager.finish(model.parameters())
     with averager.averaged(model.parameters()):
         pass
@@ -46,3 +46,11 @@ class Mine(averagers.ModelAverager):
 
 mine: averagers.ModelAverager = Mine()
 failure: type[RuntimeError] = averagers.RoundFailedError
+
+
+def fewer_bytes(model: torch.nn.Module) -> averagers.DistributedState:
+    rules: list[averagers.Rule] = [averagers.Median(), averagers.TrimmedMean(1), averagers.CenteredClipping(0.1)]
+    averager = averagers.HierarchicalModelAverager({4: 8}, codec={4: averagers.Int8()}, rule={4: rules[0]})
+    codecs: list[averagers.Codec] = [averagers.TopK(64), averagers.Int4(error_feedback=0.95)]
+    averagers.PeriodicModelAverager(4, codec=codecs[0]).close()
+    return averagers.DistributedState(averager, model.named_parameters())

@@ -74,14 +74,18 @@ class Group:
         is_parallel = device_type in self.lanes[0].parallel_device_types
         return self.lanes[index % len(self.lanes) if is_parallel else 0]
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of each value over the ranks; the message that opens a round."""
+    def open_round(self, form: str, *values: float) -> list[tuple[Any, ...]]:
+        """Return the values of each rank, in the group's order; the message that opens a round.
+
+        Args:
+            form: Of the values, as `struct` has it; the same on all ranks.
+            values: Of this rank.
+        """
         self._openings += 1
         self._opened_at = time.monotonic()
-        form = f"{len(values)}q"
         work, read = self.lanes[0].gather_bytes(struct.pack(form, *values))
         self._wait_for_peers(work)
-        return [max(column) for column in zip(*(struct.unpack(form, row) for row in read()), strict=True)]
+        return [struct.unpack(form, row) for row in read()]
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, in the group's order."""

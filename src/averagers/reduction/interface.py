@@ -235,6 +235,7 @@ class TensorOperations(ABC):
         float32: The dtype.
         int8: The dtype.
         uint8: The dtype.
+        int64: The dtype.
     """
 
     tensor_type: type
@@ -247,6 +248,7 @@ class TensorOperations(ABC):
     float32: Any
     int8: Any
     uint8: Any
+    int64: Any
 
     @abstractmethod
     def local(self, tensor: Tensor) -> tuple[Tensor, str]:
@@ -290,6 +292,14 @@ class TensorOperations(ABC):
     @abstractmethod
     def copy_(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copy each source into its destination; all have one dtype and device."""
+
+    @abstractmethod
+    def add_(self, destinations: Sequence[Tensor], sources: Sequence[Tensor], *, alpha: float) -> None:
+        """Add ``alpha`` times each source to its destination; all have one dtype and device."""
+
+    @abstractmethod
+    def concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return a tensor of all, one after the other along the last dimension."""
 
     @abstractmethod
     def mark_written(self, tensors: Sequence[Tensor]) -> None:

@@ -228,6 +228,7 @@ class _TensorOperations(TensorOperations):
     float32 = torch.float32
     int8 = torch.int8
     uint8 = torch.uint8
+    int64 = torch.int64
 
     def local(self, tensor: Tensor) -> tuple[Tensor, str]:
         if not is_traceable_wrapper_subclass(tensor):
@@ -273,6 +274,12 @@ class _TensorOperations(TensorOperations):
 
     def copy_(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(destinations), list(sources))
+
+    def add_(self, destinations: Sequence[Tensor], sources: Sequence[Tensor], *, alpha: float) -> None:
+        torch._foreach_add_(list(destinations), list(sources), alpha=alpha)
+
+    def concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors), dim=-1)
 
     def mark_written(self, tensors: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version(tensors)

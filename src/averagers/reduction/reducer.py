@@ -12,9 +12,13 @@ from typing import Any, final
 
 from averagers.errors import InvalidValueError
 from averagers.reduction.anchor import Anchor
+from averagers.reduction.codecs import Cast, Codec, TopK
+from averagers.reduction.coded import CodedExchange, Encoder, SparseGather, residual_sizes
 from averagers.reduction.groups import Group, Route
 from averagers.reduction.interface import Lane, Record, Tensor, TensorOperations, Work
 from averagers.reduction.layout import Bucket, Kind, plan_buckets
+from averagers.reduction.loads import Buffers, Displacements, DriftMeter, Load, Weights
+from averagers.reduction.method import Method
 from averagers.reduction.selection import (
     Listing,
     Selected,
@@ -25,17 +29,7 @@ from averagers.reduction.selection import (
     select_every_tensor,
     select_tensors,
 )
-from averagers.reduction.transfers import (
-    AllReduceMean,
-    Broadcast,
-    Buffers,
-    CodedMean,
-    DriftMeter,
-    ExchangeMean,
-    Load,
-    Transfer,
-    TwoLevelMean,
-)
+from averagers.reduction.transfers import AllReduceMean, Broadcast, Exchange, Shares, Transfer, TwoLevelMean
 
 # Between nodes smaller buckets: the link is busy sooner, and idle later.
 _CUT_BETWEEN_NODES = 4
@@ -95,18 +89,29 @@ class Selection:
 
     Attributes:
         tensors: What lies on this rank.
-        sharded: Those of which that is only a part.
+        wholes: What that is of: the same, or the sharded tensor of which it is a part.
         layout: The plan.
     """
 
     tensors: Sequence[Tensor]
-    sharded: Sequence[Tensor]
+    wholes: Sequence[Tensor]
     layout: _Layout
+
+    @property
+    def sharded(self) -> list[Tensor]:
+        """Those of which only a part lies here."""
+        return [whole for whole, tensor in zip(self.wholes, self.tensors, strict=True) if whole is not tensor]
 
     @property
     def listing(self) -> Listing:
         """The tensors as the ranks compare them."""
         return self.layout.listing
+
+    @property
+    def anchored_lengths(self) -> list[int | None]:
+        """How many values an anchor holds of each tensor; None where float32 would lose some."""
+        layout = self.layout
+        return [size if kind.itemsize <= 4 else None for size, kind in zip(layout.sizes, layout.kinds, strict=True)]
 
 
 @final
@@ -148,8 +153,10 @@ class Reducer:
         self,
         selection: Selection,
         route: Route,
+        method: Method,
         *,
         measure_drift: bool,
+        weights: Sequence[float],
         anchor: Anchor | None = None,
     ) -> Reduced:
         """Replace every selected tensor by its mean over the route's group, in place.
@@ -157,50 +164,91 @@ class Reducer:
         Args:
             selection: The tensors.
             route: How they travel.
+            method: How the mean is computed.
             measure_drift: Whether to measure the distance from the mean.
-            anchor: What they are displaced from, and how that travels; moved to the mean. None to average the
-                weights themselves.
+            weights: Of the ranks of the route's group.
+            anchor: What they are displaced from; moved to the mean. None to average the weights themselves.
         """
         drift = DriftMeter(self._operations) if measure_drift else None
+        shares = _shares(weights, route)
+        cut = _CUT_BETWEEN_NODES if len(route.legs) > 1 else 1
+        if anchor is not None:
+            # A state that was loaded may lie on another device.
+            anchor.values = [
+                None if one is None else one.to(tensor.device)
+                for one, tensor in zip(anchor.values, selection.tensors, strict=True)
+            ]
+            if method.codec is not None:
+                cut = method.codec.cut
+                self.prepare_residuals(anchor, selection, route, method.codec)
 
-        def mean_of(index: int, bucket: Bucket) -> Transfer:
-            if anchor is not None and anchor.buckets[index] is not None:
-                return CodedMean(anchor.codec, anchor.buckets[index], len(route.legs))
-            return self._mean_of(bucket.kind.dtype, route)
+        def journey_of(index: int, bucket: Bucket) -> tuple[Load, Transfer]:
+            values = [] if anchor is None else [anchor.values[slot.tensor] for slot in bucket.slots]
+            slots = [
+                one[slot.start : slot.stop] for one, slot in zip(values, bucket.slots, strict=False) if one is not None
+            ]
+            if not slots:
+                weights = self._weights(bucket, selection, drift)
+                return weights, self._transfer_of_weights(weights.dtype, shares, method, route)
+            blocks = self._blocks(bucket, selection)
+            load = Displacements(blocks, bucket.num_elements, drift, self._operations, slots)
+            codec = method.codec or self._native_codec(bucket.kind.dtype)
+            if codec is None:
+                return load, Exchange(shares, method.rule)
+            encoder = Encoder(codec, anchor.residuals[index] if anchor and anchor.residuals else {})
+            if isinstance(codec, TopK):
+                return load, SparseGather(encoder, shares, len(route.legs))
+            return load, CodedExchange(encoder, shares, method.rule, len(route.legs))
 
-        cut = anchor.codec.cut if anchor is not None else _CUT_BETWEEN_NODES if len(route.legs) > 1 else 1
-        wire_bytes = self._transfer(selection, route, mean_of, cut=cut, drift=drift)
+        wire_bytes = self._transfer(selection, route, journey_of, cut=cut)
         if drift is None:
             return Reduced(wire_bytes, None)
         return Reduced(wire_bytes, math.sqrt(route.group.total(drift.total) / route.group.size))
 
     def broadcast_(self, selection: Selection, group: Group) -> None:
         """Replace every selected tensor by that of the group's first rank, in place."""
-        self._transfer(selection, Route(group, (group,)), lambda index, bucket: Broadcast())
+        self._transfer(
+            selection,
+            Route(group, (group,)),
+            lambda index, bucket: (self._weights(bucket, selection, None), Broadcast()),
+        )
 
-    def anchored_lengths(self, selection: Selection, cut: int) -> list[int | None]:
-        """Return how many values of each bucket an anchor holds; None where float32 would lose some."""
-        return [self._anchored(bucket) for bucket in selection.layout.buckets(cut)]
-
-    def copy_in_float32(self, selection: Selection, held: list[Tensor | None], cut: int) -> None:
+    def copy_in_float32(self, selection: Selection, held: list[Tensor | None]) -> None:
         """Write what an anchor holds into ``held``, whose memory is used again; costs four bytes for each element."""
-        buckets = selection.layout.buckets(cut)
-        if [None if one is None else one.numel() for one in held] != self.anchored_lengths(selection, cut):
-            held[:] = [self._new_float32(bucket) for bucket in buckets]
+        lengths = selection.anchored_lengths
         with self._operations.plain_memory():
-            for bucket, one in zip(buckets, held, strict=True):
+            if [None if one is None else one.numel() for one in held] != lengths:
+                held[:] = [
+                    None if length is None else self._new_float32(length, tensor.device)
+                    for length, tensor in zip(lengths, selection.tensors, strict=True)
+                ]
+            for tensor, one in zip(selection.tensors, held, strict=True):
                 if one is not None:
-                    self._load(bucket, selection, None).pack(one)
+                    view = self._in_memory_order(tensor)
+                    one.view(view.shape).copy_(view)
 
-    def _new_float32(self, bucket: Bucket) -> Tensor | None:
-        if self._anchored(bucket) is None:
-            return None
+    def prepare_residuals(self, anchor: Anchor, selection: Selection, route: Route, codec: Codec) -> None:
+        """Make residuals of zeros, unless ``anchor`` has those of the same buckets."""
+        sizes = [leg.size for leg in route.legs]
+        plan = f"{self.bucket_bytes} bytes, {sizes} ranks, {codec}"
+        buckets = selection.layout.buckets(codec.cut)
         with self._operations.plain_memory():
-            memory = self._operations.new_bytes(4 * bucket.num_elements, bucket.kind.device)
-            return memory.view(self._operations.float32)
+            if anchor.plan != plan:
+                anchor.plan = plan
+                anchor.residuals = [
+                    {
+                        place: self._new_float32(size, bucket.kind.device).zero_()
+                        for place, size in residual_sizes(codec, bucket.num_elements, sizes).items()
+                        if bucket.kind.itemsize <= 4
+                    }
+                    for bucket in buckets
+                ]
+            for residuals, bucket in zip(anchor.residuals, buckets, strict=True):
+                for place, residual in residuals.items():
+                    residuals[place] = residual.to(bucket.kind.device)
 
-    def _anchored(self, bucket: Bucket) -> int | None:
-        return bucket.num_elements if bucket.kind.itemsize <= 4 else None
+    def _new_float32(self, length: int, device: Any) -> Tensor:
+        return self._operations.new_bytes(4 * length, device).view(self._operations.float32)
 
     def snapshot(self, selection: Selection) -> Sequence[Tensor]:
         """Return copies of the selected tensors."""
@@ -229,17 +277,15 @@ class Reducer:
             ]
             listing = describe(records, self._operations)
             self._layout = _Layout(records, listing, self.bucket_bytes, sizes, kinds, {})
-        sharded = [one.whole for one in selected if one.whole is not one.tensor]
-        return Selection([one.tensor for one in selected], sharded, self._layout)
+        return Selection([one.tensor for one in selected], [one.whole for one in selected], self._layout)
 
     def _transfer(
         self,
         selection: Selection,
         route: Route,
-        transfer_of: Callable[[int, Bucket], Transfer],
+        journey_of: Callable[[int, Bucket], tuple[Load, Transfer]],
         *,
         cut: int = 1,
-        drift: DriftMeter | None = None,
     ) -> int:
         """Run every bucket through its transfer, and return the bytes that this rank sent."""
         wire_bytes = 0.0
@@ -247,11 +293,10 @@ class Reducer:
         def runs() -> Iterator[_Run]:
             nonlocal wire_bytes
             for index, bucket in enumerate(selection.layout.buckets(cut)):
-                load = self._load(bucket, selection, drift)
-                chosen = transfer_of(index, bucket)
-                wire_bytes += chosen.wire_bytes(load, [leg.size for leg in route.legs])
+                load, transfer = journey_of(index, bucket)
+                wire_bytes += transfer.wire_bytes(load, [leg.size for leg in route.legs])
                 lanes = [leg.lane(index, bucket.kind.device.type) for leg in route.legs]
-                yield _Run(self._steps(chosen, load, lanes), chosen.lags)
+                yield _Run(self._steps(transfer, load, lanes), transfer.lags)
 
         with self._operations.plain_memory():
             # Where this fails, collectives under way may write into the buffers that are not idle: they are let go.
@@ -265,26 +310,42 @@ class Reducer:
         yield from transfer.run(load, lanes, buffers)
         self._idle_buffers.append(buffers)
 
-    def _load(self, bucket: Bucket, selection: Selection, drift: DriftMeter | None) -> Load:
+    def _weights(self, bucket: Bucket, selection: Selection, drift: DriftMeter | None) -> Weights:
         """Bind a bucket to the tensors as they are now."""
+        is_alone = bucket.slots[0].tensor not in selection.layout.shared_memory
+        blocks = self._blocks(bucket, selection)
+        return Weights(blocks, bucket.num_elements, drift, self._operations, is_alone)
+
+    def _blocks(self, bucket: Bucket, selection: Selection) -> list[Tensor]:
         blocks: list[Tensor] = []
         for slot in bucket.slots:
             blocks.extend(elements(self._in_memory_order(selection.tensors[slot.tensor]), slot.start, slot.stop))
-        in_place = (
-            len(blocks) == 1
-            and drift is None
-            and blocks[0].is_contiguous()
-            and bucket.slots[0].tensor not in selection.layout.shared_memory
-        )
-        return Load(blocks, bucket.num_elements, in_place, drift, self._operations)
+        return blocks
 
     def _in_memory_order(self, tensor: Tensor) -> Tensor:
         return in_memory_order(self._operations.reals(tensor))
 
-    def _mean_of(self, dtype: Any, route: Route) -> Transfer:
+    def _native_codec(self, dtype: Any) -> Codec | None:
+        """Return what keeps displacements of ``dtype`` at its own bytes, where they are computed in float32."""
+        return Cast(dtype) if dtype in self._operations.sixteen_bit else None
+
+    def _transfer_of_weights(self, dtype: Any, shares: Shares, method: Method, route: Route) -> Transfer:
+        if method.rule is not None:
+            return Exchange(shares, method.rule.without_anchor)
         if len(route.legs) > 1:
-            return TwoLevelMean()
-        return ExchangeMean() if dtype in self._operations.sixteen_bit else AllReduceMean()
+            return TwoLevelMean(shares)
+        return Exchange(shares) if dtype in self._operations.sixteen_bit else AllReduceMean(shares)
+
+
+def _shares(weights: Sequence[float], route: Route) -> Shares:
+    """Return how much each rank counts."""
+    group = route.group
+    if all(weight == weights[0] for weight in weights):
+        return Shares(1 / group.size, [1 / group.size] * route.legs[0].size, group.size)
+    largest = max(weights)  # divided by it, so that the sum cannot overflow
+    total = math.fsum(weight / largest for weight in weights)
+    share_of = {rank: weight / largest / total for rank, weight in zip(group.ranks, weights, strict=True)}
+    return Shares(share_of[group.rank], [share_of[rank] for rank in route.legs[0].ranks], None)
 
 
 @dataclass

@@ -44,9 +44,17 @@ class Listing:
     @cached_property
     def digest(self) -> bytes:
         """Bytes that differ where the descriptions do."""
-        plain = [tuple(description) for description in self.descriptions]
-        # Only digested, never read back; version 2 writes equal values as equal bytes.
-        return blake2b(marshal.dumps(plain, 2), digest_size=16).digest()
+        return _digest([tuple(description) for description in self.descriptions])
+
+    @cached_property
+    def digest_without_names(self) -> bytes:
+        """Bytes that differ where the descriptions do in more than names: a caller may give them or not."""
+        return _digest([tuple(description[1:]) for description in self.descriptions])
+
+
+def _digest(plain: list[tuple[Any, ...]]) -> bytes:
+    # Only digested, never read back; version 2 writes equal values as equal bytes.
+    return blake2b(marshal.dumps(plain, 2), digest_size=16).digest()
 
 
 class Selected(NamedTuple):
@@ -129,10 +137,18 @@ def overlapping(records: Sequence[Record]) -> frozenset[int]:
 
 def in_memory_order(view: Tensor) -> Tensor:
     """Return a view whose last dimension lies closest in memory."""
-    if view.is_contiguous():
-        return view
+    return view if view.is_contiguous() else view.permute(_memory_order(view))
+
+
+def shaped_like(view: Tensor, flat: Tensor) -> Tensor:
+    """Return ``flat``, which holds elements in the memory order of ``view``, as a view of the shape of ``view``."""
+    dims = range(view.dim()) if view.is_contiguous() else _memory_order(view)
+    return flat.view([view.shape[dim] for dim in dims]).permute([list(dims).index(dim) for dim in range(view.dim())])
+
+
+def _memory_order(view: Tensor) -> tuple[int, ...]:
     unit_dims = [dim for dim, size in enumerate(view.shape) if size == 1]
-    return view.permute((*unit_dims, *stride_order(tuple(view.shape), view.stride())))
+    return (*unit_dims, *stride_order(tuple(view.shape), view.stride()))
 
 
 def elements(view: Tensor, start: int, stop: int) -> list[Tensor]:

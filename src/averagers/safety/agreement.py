@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from averagers.errors import DisagreementError
 from averagers.reduction.groups import Group
@@ -21,6 +21,7 @@ _ADVICE = {
     "call": "every rank must call average_parameters and finish equally often",
     "averager": "call the averagers of one process group in the same order on every rank",
     "tensors": "every rank must pass the same tensors in the same order",
+    "weight": "give a weight on every rank, or on none; 0 for one that only receives",
     "shards": (
         "average among ranks that hold the same shards, over the mesh axes along which the model is replicated: "
         "process_group=mesh['name of the axis'], or HierarchicalModelAverager.from_mesh"
@@ -55,26 +56,35 @@ class Statement:
         return json.dumps({"facts": dict(self.facts), "tensors": tensors}).encode()
 
 
-def agree(group: Group, statement: Statement, wish: int = 0) -> int:
+class Agreement(NamedTuple):
+    """What the ranks of a group told each other beside what must be equal.
+
+    Attributes:
+        wish: The largest of the ranks.
+        weights: Of the ranks, in the group's order.
+    """
+
+    wish: int
+    weights: tuple[float, ...]
+
+
+def agree(group: Group, statement: Statement, wish: int = 0, weight: float = 1.0) -> Agreement:
     """Return if all ranks of ``group`` make the same statement.
 
     Args:
         group: Whose ranks all call this.
         statement: What must be equal.
         wish: A number that may differ.
-
-    Returns:
-        The largest wish of the ranks.
+        weight: Another.
 
     Raises:
         DisagreementError: they do not; the message is the same on every rank.
     """
     if group.size == 1:
-        return wish
-    numbers = statement.digest()
-    highest = group.maximum([*numbers, *(-number for number in numbers), wish])
-    if all(high == -low for high, low in zip(highest[:2], highest[2:4], strict=True)):
-        return highest[4]
+        return Agreement(wish, (weight,))
+    rows = group.open_round("3qd", *statement.digest(), wish, weight)
+    if all(row[:2] == rows[0][:2] for row in rows):
+        return Agreement(max(row[2] for row in rows), tuple(row[3] for row in rows))
     statements = [json.loads(details) for details in group.gather(statement.details())]
     raise DisagreementError(explain_difference(group.ranks, statements))
 

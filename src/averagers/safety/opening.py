@@ -8,6 +8,7 @@ from typing import Any
 from averagers.errors import DisagreementError
 from averagers.hierarchy import block_of, split_by_node
 from averagers.reduction.groups import Group, Groups, Route, node_of_each_rank
+from averagers.reduction.method import Method
 from averagers.safety.agreement import Statement, agree
 from averagers.safety.failure import explain_failure
 
@@ -15,7 +16,7 @@ from averagers.safety.failure import explain_failure
 def open_routes(
     groups: Groups,
     process_group: Any,
-    group_sizes: Sequence[int],
+    levels: Sequence[tuple[int, Method]],
     nodes: Sequence[Hashable] | None,
     facts: Mapping[str, Any],
     *,
@@ -26,7 +27,7 @@ def open_routes(
     Args:
         groups: Of the framework.
         process_group: The overall group, in which this rank is.
-        group_sizes: Of each level, from the innermost.
+        levels: How many ranks the groups of each level have, from the innermost, and how they average.
         nodes: The node of each rank of ``process_group``; None to tell it by the host names.
         facts: What must be equal on all ranks.
         timeout_s: Of each collective; None for the process group's own.
@@ -45,21 +46,21 @@ def open_routes(
 
     def open_group(members: tuple[int, ...]) -> Group:
         is_missing = not groups.has(process_group, members, timeout_s=timeout_s)
-        is_missing_anywhere = agree(caller_group, Statement({"group": len(opened)}), int(is_missing))
+        is_missing_anywhere = agree(caller_group, Statement({"group": len(opened)}), int(is_missing)).wish
         anew = number if is_missing_anywhere else None
         opened.append(groups.open(process_group, members, timeout_s=timeout_s, anew=anew))
         return opened[-1]
 
     try:
         # The ranks may have built and lost other averagers before: the largest number is new to all.
-        number = agree(caller_group, Statement(facts), groups.serial)
+        number = agree(caller_group, Statement(facts), groups.serial).wish
         groups.serial = number + 1
         if nodes is None and len(ranks) >= 4:  # with fewer there are no two nodes of two ranks
             nodes = node_of_each_rank(caller_group)
         routes = []
-        for size in group_sizes:
+        for size, method in levels:
             group = open_group(block_of(rank, ranks, size))
-            split = split_by_node(ranks, nodes, group_size=size, rank=rank) if nodes else None
+            split = split_by_node(ranks, nodes, group_size=size, rank=rank) if nodes and method.is_sum else None
             routes.append(Route(group, (group,) if split is None else (open_group(split[0]), open_group(split[1]))))
         return number, routes
     except DisagreementError:

@@ -111,6 +111,6 @@ def _open_node_group(process_group: dist.ProcessGroup, ranks: tuple[int, ...]) -
     own = nodes[ranks.index(dist.get_rank())]
     members = tuple(rank for rank, node in zip(ranks, nodes, strict=True) if node == own)
     # A group for gradients alone: a round must never meet them, nor take them along when it fails.
-    number = agree(caller_group, Statement({"call": "PostLocalSGDState"}), groups.serial)
+    number = agree(caller_group, Statement({"call": "PostLocalSGDState"}), groups.serial).wish
     groups.serial = number + 1
     return groups.open(process_group, members, timeout_s=None, anew=number, purpose="gradients")
