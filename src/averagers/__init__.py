@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from averagers.averager import HierarchicalModelAverager as HierarchicalModelAverager
-    from averagers.averager import ModelAverager as ModelAverager
     from averagers.averager import PeriodicModelAverager as PeriodicModelAverager
     from averagers.averager import average_parameters as average_parameters
+    from averagers.base import ModelAverager as ModelAverager
     from averagers.errors import AveragersError as AveragersError
     from averagers.errors import ClosedError as ClosedError
     from averagers.errors import DisagreementError as DisagreementError
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from averagers.events import RoundFailed as RoundFailed
     from averagers.events import RoundFinished as RoundFinished
     from averagers.events import RoundStarted as RoundStarted
+    from averagers.mixing.mixers import Assign as Assign
+    from averagers.mixing.mixers import Elastic as Elastic
+    from averagers.mixing.mixers import Mixer as Mixer
+    from averagers.mixing.mixers import Nesterov as Nesterov
+    from averagers.mixing.mixers import Outer as Outer
+    from averagers.mixing.mixers import SlowMo as SlowMo
     from averagers.observe.console import Console as Console
     from averagers.observe.jsonl import JsonLines as JsonLines
     from averagers.reduction.codecs import Cast as Cast
@@ -39,6 +45,14 @@ if TYPE_CHECKING:
     from averagers.reduction.rules import Median as Median
     from averagers.reduction.rules import Rule as Rule
     from averagers.reduction.rules import TrimmedMean as TrimmedMean
+    from averagers.schedule import Adaptive as Adaptive
+    from averagers.schedule import Every as Every
+    from averagers.schedule import EverySeconds as EverySeconds
+    from averagers.schedule import Growing as Growing
+    from averagers.schedule import QuadraticRule as QuadraticRule
+    from averagers.schedule import Schedule as Schedule
+    from averagers.schedule import Shrinking as Shrinking
+    from averagers.schedule import equivalent_period as equivalent_period
     from averagers.training.attach import Attachment as Attachment
     from averagers.training.attach import attach as attach
     from averagers.training.checkpoint import DistributedState as DistributedState
@@ -49,7 +63,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "HierarchicalModelAverager": "averager",
-    "ModelAverager": "averager",
+    "ModelAverager": "base",
     "PeriodicModelAverager": "averager",
     "average_parameters": "averager",
     "AveragersError": "errors",
@@ -67,6 +81,12 @@ _MODULE_OF = {
     "RoundFailed": "events",
     "RoundFinished": "events",
     "RoundStarted": "events",
+    "Assign": "mixing.mixers",
+    "Elastic": "mixing.mixers",
+    "Mixer": "mixing.mixers",
+    "Nesterov": "mixing.mixers",
+    "Outer": "mixing.mixers",
+    "SlowMo": "mixing.mixers",
     "Console": "observe.console",
     "JsonLines": "observe.jsonl",
     "Cast": "reduction.codecs",
@@ -78,6 +98,14 @@ _MODULE_OF = {
     "Median": "reduction.rules",
     "Rule": "reduction.rules",
     "TrimmedMean": "reduction.rules",
+    "Adaptive": "schedule",
+    "Every": "schedule",
+    "EverySeconds": "schedule",
+    "Growing": "schedule",
+    "QuadraticRule": "schedule",
+    "Schedule": "schedule",
+    "Shrinking": "schedule",
+    "equivalent_period": "schedule",
     "Attachment": "training.attach",
     "attach": "training.attach",
     "DistributedState": "training.checkpoint",

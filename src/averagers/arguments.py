@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf
+from numbers import Real
 from typing import Any, TypeVar
 
 from averagers.errors import InvalidTypeError, InvalidValueError, StateDictError
@@ -13,7 +14,7 @@ _YEAR_S = 366 * 86400.0
 
 _Kind = TypeVar("_Kind")
 
-_SUCH_AS = {"Codec": "averagers.Int8()", "Rule": "averagers.Median()"}
+_SUCH_AS = {"Codec": "averagers.Int8()", "Rule": "averagers.Median()", "Mixer": "averagers.Nesterov()"}
 
 
 def check_whole_number(name: str, value: object, *, minimum: int) -> int:
@@ -55,7 +56,7 @@ def check_positive(name: str, value: object) -> float:
         InvalidTypeError: it is not a number.
         InvalidValueError: it is not finite, or not over 0.
     """
-    number = _check_number(name, value)
+    number = check_number(name, value)
     if not 0 < number < inf:
         raise InvalidValueError(f"{name} must be over 0 and finite, got {value}")
     return number
@@ -68,7 +69,7 @@ def check_share(name: str, value: object) -> float:
         InvalidTypeError: it is not a number.
         InvalidValueError: it is out of these bounds.
     """
-    number = _check_number(name, value)
+    number = check_number(name, value)
     if not 0 < number <= 1:
         raise InvalidValueError(f"{name} must be over 0 and at most 1, got {value}")
     return number
@@ -81,19 +82,24 @@ def check_weight(weight: object) -> float:
         InvalidTypeError: it is not a number.
         InvalidValueError: it is negative or not finite.
     """
-    number = _check_number("weight", weight)
+    number = check_number("weight", weight)
     if not 0 <= number < inf:
         raise InvalidValueError(f"weight must be at least 0 and finite, such as a number of samples, got {weight}")
     return number
 
 
-def _check_number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def check_number(name: str, value: object) -> float:
+    """Return ``value`` as a float; one beyond a float's range is infinite.
+
+    Raises:
+        InvalidTypeError: it is not a number; a ``bool`` is none here.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidTypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     try:
         return float(value)
     except OverflowError:
-        return inf if value > 0 else -inf
+        return inf if value >= 0 else -inf  # type: ignore[operator]
 
 
 def check_nodes(nodes: object, ranks: Sequence[int] | None) -> list[str] | None:
@@ -159,7 +165,7 @@ def check_axes(axis_period_dict: object, mesh_axes: Sequence[str] | None) -> tup
 
 
 def per_level(name: str, value: object, periods: Sequence[int], kind: type[_Kind]) -> tuple[_Kind | None, ...]:
-    """Return an option for each level, given once for all or as a dict by period.
+    """Return an option for each level, given once for all or as a dict by period; 0 stands for no fixed period.
 
     Raises:
         InvalidTypeError: a value is neither of ``kind`` nor None.
@@ -168,9 +174,9 @@ def per_level(name: str, value: object, periods: Sequence[int], kind: type[_Kind
     by_period: Mapping[Any, Any] = value if isinstance(value, Mapping) else dict.fromkeys(periods, value)
     unknown = [period for period in by_period if period not in periods]
     if unknown:
+        known = ", ".join(map(str, periods)) if all(periods) else "no fixed ones: give one for all"
         raise InvalidValueError(
-            f"{name} must be given for periods of the averager, which are {', '.join(map(str, periods))}, "
-            f"got {unknown[0]!r}"
+            f"{name} must be given for periods of the averager, which are {known}, got {unknown[0]!r}"
         )
     for one in by_period.values():
         if one is not None and not isinstance(one, kind):

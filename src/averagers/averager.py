@@ -10,13 +10,17 @@ from operator import mul
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from averagers.arguments import check_axes, per_level
-from averagers.engine import ModelAverager, ScheduledAverager
+from averagers.base import ModelAverager
+from averagers.engine import ScheduledAverager
+from averagers.errors import InvalidTypeError, InvalidValueError
 from averagers.events import Observer
 from averagers.hierarchy import Hierarchy
+from averagers.mixing.anchors import Parts
+from averagers.mixing.mixers import Mixer
 from averagers.reduction.codecs import Codec
 from averagers.reduction.method import Method
 from averagers.reduction.rules import Rule
-from averagers.schedule import Hierarchical, Periodic
+from averagers.schedule import Every, Hierarchical, Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,10 +42,11 @@ class PeriodicModelAverager(ScheduledAverager):
     data parallel as warm-up this is `post-local SGD <https://arxiv.org/abs/1808.07217>`_.
 
     Args:
-        period: Steps from one round to the next.
+        period: Steps from one round to the next; None with ``schedule``.
         warmup_steps: Steps before the first round.
         process_group: The ranks that average: a process group, or a ``DeviceMesh`` of one axis; None means
             all of them.
+        schedule: When to average, in place of ``period`` and ``warmup_steps``, such as ``Adaptive(overhead=0.05)``.
         bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model, for
             16-bit floats up to twelve.
         timeout_s: Seconds after which a round fails; None means the process group's own timeout.
@@ -56,6 +61,8 @@ class PeriodicModelAverager(ScheduledAverager):
             bytes an element for the weights of the last round.
         rule: What takes the place of the mean where a rank may send nonsense, such as ``TrimmedMean(1)``; None for
             the mean. Rounds then do not sum within nodes.
+        mixer: What the mean does to the weights, such as ``Nesterov()`` for DiLoCo; None to take their place. The
+            first round takes their place whatever the mixer, and makes the anchor that later rounds move.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -75,10 +82,11 @@ class PeriodicModelAverager(ScheduledAverager):
 
     def __init__(
         self,
-        period: int,
+        period: int | None = None,
         warmup_steps: int = 0,
         process_group: Any = None,
         *,
+        schedule: Schedule | None = None,
         bucket_bytes: int = _BUCKET_BYTES,
         timeout_s: float | None = None,
         observers: Iterable[Observer] = (),
@@ -86,27 +94,34 @@ class PeriodicModelAverager(ScheduledAverager):
         nodes: Sequence[Hashable] | None = None,
         codec: Codec | None = None,
         rule: Rule | None = None,
+        mixer: Mixer | None = None,
     ) -> None:
-        schedule = Periodic(period, warmup_steps=warmup_steps)
-        _warn_of_period_one(period)
+        chosen = _schedule(period, warmup_steps, schedule)
+        if isinstance(chosen, Every):
+            _warn_of_period_one(chosen.period)
         super().__init__(
             process_group,
-            schedule,
+            chosen,
             None,
-            {"class": "PeriodicModelAverager", "period": period, "warmup_steps": warmup_steps},
+            {"class": "PeriodicModelAverager"},
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
-            methods=_methods((period,), codec, rule),
+            parts=_parts([chosen.period if isinstance(chosen, Every) else 0], codec, rule, mixer),
         )
-        self._period = period
 
     @property
     def period(self) -> int:
-        """Steps from one round to the next."""
-        return self._period
+        """Steps from one round to the next.
+
+        Raises:
+            AttributeError: the schedule has no fixed period.
+        """
+        if not isinstance(self._schedule, Every):
+            raise AttributeError(f"a {type(self._schedule).__name__} has no fixed period")
+        return self._schedule.period
 
 
 class HierarchicalModelAverager(ScheduledAverager):
@@ -136,6 +151,9 @@ class HierarchicalModelAverager(ScheduledAverager):
             and dtypes wider than float32, go as they are. Costs four bytes an element for each level with a codec.
         rule: What takes the place of the mean where a rank may send nonsense, such as ``TrimmedMean(1)``, for every
             level or by period; None for the mean. Rounds with one do not sum within nodes.
+        mixer: What the mean does to the weights, for every level or by period, such as ``{32: Nesterov()}`` for DiLoCo
+            between nodes; None to take their place. A level's first round takes their place whatever the mixer, and
+            makes the anchor that its later rounds move.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -163,6 +181,7 @@ class HierarchicalModelAverager(ScheduledAverager):
         nodes: Sequence[Hashable] | None = None,
         codec: Codec | Mapping[int, Codec | None] | None = None,
         rule: Rule | Mapping[int, Rule | None] | None = None,
+        mixer: Mixer | Mapping[int, Mixer | None] | None = None,
     ) -> None:
         groups = self._framework().groups
         ranks = groups.members(groups.resolve(process_group))
@@ -179,14 +198,13 @@ class HierarchicalModelAverager(ScheduledAverager):
                 "class": "HierarchicalModelAverager",
                 # As text: checkpoint formats differ in what they make of dicts with integer keys.
                 "period_group_size_dict": str(sizes),
-                "warmup_steps": warmup_steps,
             },
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
-            methods=_methods(hierarchy.periods, codec, rule),
+            parts=_parts(hierarchy.periods, codec, rule, mixer),
         )
         self._periods = hierarchy.periods
 
@@ -236,7 +254,7 @@ class SingleRounds(ScheduledAverager):
     def __init__(self, process_group: Any) -> None:
         super().__init__(
             process_group,
-            Periodic(1),
+            Every(1),
             None,
             {"class": "averagers.average_parameters"},
             bucket_bytes=_BUCKET_BYTES,
@@ -244,7 +262,7 @@ class SingleRounds(ScheduledAverager):
             observers=(),
             measure_drift=False,
             nodes=None,
-            methods=(Method(),),
+            parts=(Parts(Method()),),
         )
 
     @classmethod
@@ -286,10 +304,34 @@ def average_parameters(params: Iterable[Any], process_group: Any = None) -> None
     SingleRounds.of(process_group).average_parameters(params)
 
 
-def _methods(periods: Sequence[int], codec: object, rule: object) -> list[Method]:
+def _schedule(period: int | None, warmup_steps: int, schedule: Schedule | None) -> Schedule:
+    """Return the schedule that ``PeriodicModelAverager`` was given."""
+    if schedule is None:
+        if period is None:
+            raise InvalidTypeError(
+                "period must be an int, or schedule be given, such as averagers.Adaptive(), got None"
+            )
+        return Every(period, warmup_steps=warmup_steps)
+    if not isinstance(schedule, Schedule):
+        raise InvalidTypeError(
+            f"schedule must be a Schedule such as averagers.Adaptive(), got {schedule!r} "
+            f"of type {type(schedule).__name__}"
+        )
+    if period is not None or warmup_steps != 0:
+        raise InvalidValueError(
+            f"period and warmup_steps must not be given with schedule, which has its own, got period={period} and "
+            f"warmup_steps={warmup_steps}"
+        )
+    if isinstance(schedule, Hierarchical):
+        raise InvalidValueError("schedule must be of one level, got Hierarchical: use HierarchicalModelAverager")
+    return schedule
+
+
+def _parts(periods: Sequence[int], codec: object, rule: object, mixer: object) -> list[Parts]:
     codecs: Sequence[Codec | None] = per_level("codec", codec, periods, Codec)
     rules: Sequence[Rule | None] = per_level("rule", rule, periods, Rule)
-    return [Method(*one) for one in zip(codecs, rules, strict=True)]
+    mixers: Sequence[Mixer | None] = per_level("mixer", mixer, periods, Mixer)
+    return [Parts(Method(codec, rule), mixer) for codec, rule, mixer in zip(codecs, rules, mixers, strict=True)]
 
 
 def _warn_of_period_one(longest_period: int) -> None:

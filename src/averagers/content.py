@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, NamedTuple, final
+
+
+class Aside(NamedTuple):
+    """A tensor that goes along with the parameters: it is averaged plainly, whatever is done with them."""
+
+    name: str
+    tensor: Any
 
 
 class RoundContent(ABC):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from averagers.arguments import (
     check_averager_state,
@@ -15,82 +15,21 @@ from averagers.arguments import (
     check_weight,
     check_whole_number,
 )
+from averagers.base import ModelAverager
 from averagers.content import RoundContent, as_content
 from averagers.errors import ClosedError, DisagreementError, InvalidTypeError, InvalidValueError
 from averagers.events import Announcer, Observer, RoundReport
 from averagers.hierarchy import Hierarchy
-from averagers.reduction.anchor import Anchor, Anchors
-from averagers.reduction.framework import Framework
+from averagers.mixing.anchors import Anchors, Parts
+from averagers.mixing.mixers import Elastic, Mixing
+from averagers.pace import Stopwatch
+from averagers.reduction.anchor import Anchor
 from averagers.reduction.groups import Group, Route
-from averagers.reduction.method import Method
 from averagers.reduction.reducer import Selection
-from averagers.safety.agreement import Agreement, Statement, agree, format_ranks
+from averagers.safety.agreement import NO_FIGURES, Agreement, Figures, Statement, agree, format_ranks
 from averagers.safety.failure import explain_failure
 from averagers.safety.opening import open_routes
-from averagers.schedule import Schedule
-
-
-class ModelAverager(ABC):
-    """Base class of all model averagers; subclass it to write one of your own.
-
-    Args:
-        process_group: The ranks that average; None means all of them.
-
-    Attributes:
-        process_group: The process group given, or the default one.
-
-    Raises:
-        NotInitializedError: ``torch.distributed.init_process_group`` was not called.
-        InvalidTypeError: ``process_group`` is not a process group.
-
-    Example:
-        >>> class EveryStep(averagers.ModelAverager):
-        ...     def average_parameters(self, params):
-        ...         averagers.average_parameters(params, self.process_group)
-        ...         self.step += 1
-        >>> EveryStep().average_parameters(model.parameters())
-    """
-
-    def __init__(self, process_group: Any = None) -> None:
-        self.process_group = self._framework().groups.resolve(process_group)
-        self._step = 0
-
-    @property
-    def step(self) -> int:
-        """How many calls of ``average_parameters`` have returned; can be set, to resume."""
-        return self._step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._step = check_whole_number("step", value, minimum=0)
-
-    @abstractmethod
-    def average_parameters(self, params: Iterable[Any]) -> None:
-        """Average ``params`` if a round is due, and count the step."""
-
-    @classmethod
-    def _framework(cls) -> Framework:
-        from averagers.reduction.pytorch import PYTORCH
-
-        return PYTORCH
-
-    def __copy__(self) -> Any:
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        return twin
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        for name, value in self.__dict__.items():
-            twin.__dict__[name] = value if name == "process_group" else copy.deepcopy(value, memo)
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be pickled, because its process groups belong to this process: "
-            "save its state_dict() and load that into a new one"
-        )
+from averagers.schedule import Pace, PacedSchedule, Schedule
 
 
 class ScheduledAverager(ModelAverager):
@@ -108,7 +47,7 @@ class ScheduledAverager(ModelAverager):
         measure_drift: Measure the replicas' distance from the mean in each round, for the observers;
             costs a pass over the weights and one more small message.
         nodes: The node of each rank of the process group, in its order; None to tell nodes by their host names.
-        methods: How the mean of each level is computed.
+        parts: What each level does.
     """
 
     def __init__(
@@ -123,7 +62,7 @@ class ScheduledAverager(ModelAverager):
         observers: Iterable[Observer],
         measure_drift: bool,
         nodes: Sequence[Hashable] | None,
-        methods: Sequence[Method],
+        parts: Sequence[Parts],
     ) -> None:
         check_whole_number("bucket_bytes", bucket_bytes, minimum=1)
         self._timeout_s = check_seconds("timeout_s", timeout_s)
@@ -131,9 +70,19 @@ class ScheduledAverager(ModelAverager):
         if not isinstance(measure_drift, bool):
             raise InvalidTypeError(f"measure_drift must be True or False, got {measure_drift!r}")
         super().__init__(process_group)
-        self._schedule = schedule
+        # It may note what it decides.
+        self._schedule = copy.copy(schedule)
+        self._stopwatch = Stopwatch()
         self._hierarchy = hierarchy
-        self._configuration = dict(configuration)
+        self._descriptions = {
+            "codec": [repr(one.method.codec) for one in parts],
+            "rule": [repr(one.method.rule) for one in parts],
+            "mixer": [repr(one.mixer) for one in parts],
+        }
+        chosen = {name: str(all_) for name, all_ in self._descriptions.items() if set(all_) != {"None"}}
+        if any(one.has_residuals for one in parts):  # they are of buckets
+            chosen["bucket_bytes"] = str(bucket_bytes)
+        self._configuration = {**configuration, **schedule.configuration(), **chosen}
         self._measure_drift = measure_drift
         self._bucket_bytes = bucket_bytes
         self._reducer = self._framework().new_reducer(bucket_bytes)
@@ -147,10 +96,10 @@ class ScheduledAverager(ModelAverager):
         # After which step, with which tensors, a round of all ranks left one model.
         self._one_model_at: tuple[int, bytes] | None = None
         self._read_iterator: Any = None
-        self._methods = tuple(methods)
-        self._anchors = Anchors(methods)
+        self._parts = tuple(parts)
+        self._anchors = Anchors(parts)
         # Of this rank, since the last round of each level; None where none was given.
-        self._weights: list[float | None] = [None] * len(methods)
+        self._weights: list[float | None] = [None] * len(parts)
         self._routes: list[Route] = []
         self._ranks = self._framework().groups.members(self.process_group)
         self._nodes = check_nodes(nodes, self._ranks)
@@ -186,10 +135,11 @@ class ScheduledAverager(ModelAverager):
         """
         if self._refusal is not None:
             raise ClosedError(self._refusal)
+        self._stopwatch.begin_call()
         weights_before = self._weights
         if weight is not None:
             seen = check_weight(weight)
-            self._weights = [seen + (before or 0.0) for before in self._weights]
+            self._weights = [check_weight(seen + (before or 0.0)) for before in self._weights]
         round_ = self._schedule.due(self._step)
         try:
             if round_ is not None:
@@ -200,6 +150,7 @@ class ScheduledAverager(ModelAverager):
             self._weights = weights_before
             raise
         self._step += 1
+        self._stopwatch.end_call()
 
     def finish(self, params: Iterable[Any]) -> None:
         """End a run: average once more among all ranks, if the last step did not.
@@ -274,17 +225,24 @@ class ScheduledAverager(ModelAverager):
             "configuration": dict(self._configuration),
             "once_trainable": sorted(self._once_trainable),
             "weights": list(self._weights),
+            **({"schedule": self._schedule.state_dict()} if isinstance(self._schedule, PacedSchedule) else {}),
             **self._anchors.state_dict(),
         }
 
-    def anchors_of(self, params: Iterable[Any]) -> tuple[Selection, list[tuple[Group, Anchor | None]]]:
-        """Return what is averaged of ``params``, and the group and the anchor of each level, for checkpoints.
+    def anchors_of(
+        self, params: Iterable[Any]
+    ) -> tuple[Selection, list[tuple[Group, tuple[Anchor, Mixing | None] | None]]]:
+        """Return what is averaged of ``params``, and of each level the group, and the anchor with what moves it.
 
-        Where there is no anchor yet, there is memory for one. No ranks are met.
+        Where there is no anchor yet, there is memory for one. No ranks are met. Works after a failed round too.
+
+        Raises:
+            InvalidValueError: the rounds have had other tensors, or the same in another order.
         """
-        self._refuse_if_unusable()
-        selection = self._reducer.select(params, set(self._once_trainable))
-        anchors = self._anchors.prepare(selection, self._reducer, self._routes)
+        if self._is_closed:
+            self._refuse_if_unusable()
+        selection = self._reducer.select(as_content(params).tensors(), set(self._once_trainable))
+        anchors = self._anchors.prepare(selection, self._reducer, self._routes) if self._routes else []
         return selection, [(route.group, anchor) for route, anchor in zip(self._routes, anchors, strict=True)]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -299,8 +257,10 @@ class ScheduledAverager(ModelAverager):
         """
         if self._is_closed:
             self._refuse_if_unusable()
-        step, once_trainable, weights = check_averager_state(state_dict, self._configuration, len(self._methods))
+        step, once_trainable, weights = check_averager_state(state_dict, self._configuration, len(self._parts))
         anchors = self._anchors.loaded(state_dict)
+        if isinstance(self._schedule, PacedSchedule):
+            self._schedule.load_state_dict(state_dict.get("schedule", {}))
         if self._refusal is not None or self._left_a_round:
             self._abandon_groups()
             self._release_groups()
@@ -324,6 +284,8 @@ class ScheduledAverager(ModelAverager):
         twin._once_trainable = set(self._once_trainable)
         twin._anchors = self._anchors.copy()
         twin._weights = list(self._weights)
+        twin._schedule = copy.copy(self._schedule)
+        twin._stopwatch = Stopwatch()
         twin._routes = list(self._routes)
         for group in twin._opened_groups():
             self._framework().groups.share(group)
@@ -359,6 +321,8 @@ class ScheduledAverager(ModelAverager):
                 )
             self._read_iterator = tensors
         selection = self._reducer.select(tensors, self._once_trainable)
+        for parts in self._parts:
+            parts.check_lrs(selection)
         self._checked_params = True
         return selection
 
@@ -380,37 +344,63 @@ class ScheduledAverager(ModelAverager):
         try:
             selection = selection or self._select(content)
             self._reducer.check(selection, route.group)
+            self._anchors.check_order(selection)
         except Exception:
             self._left_a_round = True
             raise
         # What `averaged` shows is taken back: it is no round that displacements could be counted from.
         is_kept = call != "averaged"
+        parts = self._parts[level]
         anchor = self._anchors.of(level, selection) if is_kept else None
         weight = self._weights[level]
         facts = {"weight": "not given" if weight is None else "given"}
         if anchor is not None:
             facts["the anchor's round"] = str(anchor.moved_at)
-        with self._together(
-            route.group, level, call, selection, facts, int(is_wanted), 1.0 if weight is None else weight
-        ) as (report, agreement):
+            if parts.mixer is not None and parts.mixer.needs_lr:
+                facts["the learning rate"] = ", ".join(map(str, dict.fromkeys(parts.lrs(selection))))
+        figures = Figures(1.0 if weight is None else weight, self._stopwatch.take_step_s(), self._stopwatch.round_s)
+        with self._together(route.group, level, call, selection, facts, int(is_wanted), figures) as (report, agreement):
             if agreement.wish:
+                began = time.perf_counter()
                 report.started(len(selection.tensors), selection.listing.num_elements)
+                has_mixer = parts.mixer is not None and anchor is not None
+                displacements = self._reducer.new_displacements(anchor) if anchor is not None and has_mixer else None
                 reduced = self._reducer.average_(
                     selection,
                     route,
-                    self._methods[level],
+                    parts.method,
                     measure_drift=self._measure_drift,
                     weights=agreement.weights,
                     anchor=anchor,
+                    displacements=displacements,
                 )
+                if displacements is not None:
+                    self._anchors.mix_(
+                        level,
+                        selection,
+                        self._reducer,
+                        displacements,
+                        num_ranks=route.group.size,
+                        is_last=call == "finish",
+                    )
                 if is_kept:
                     self._anchors.take(level, selection, self._reducer, step=self._step, is_moved=anchor is not None)
                     self._weights[: level + 1] = [None] * (level + 1)
                 content.landed()
+                self._stopwatch.round_s = time.perf_counter() - began
+                if call == "average_parameters":
+                    self._after_round(level, selection, agreement, is_mixed=has_mixer)
                 report.finished(reduced.wire_bytes, reduced.drift)
+
+    def _after_round(self, level: int, selection: Selection, agreement: Agreement, *, is_mixed: bool) -> None:
+        """Note what a round of the schedule changed beside the weights."""
+        if isinstance(self._schedule, PacedSchedule):
+            paces = [figures[1:] for figures in agreement.figures]
+            self._schedule.decide(self._step, Pace(*map(max, zip(*paces, strict=True))))
         # Two levels of one size share their group.
-        if call == "average_parameters" and route.group is self._routes[-1].group:
-            self._one_model_at = (self._step + 1, selection.listing.digest)
+        is_of_all = self._routes[level].group is self._routes[-1].group
+        is_one_model = is_of_all and not (is_mixed and isinstance(self._parts[level].mixer, Elastic))
+        self._one_model_at = (self._step + 1, selection.listing.digest) if is_one_model else None
 
     @contextmanager
     def _together(
@@ -421,7 +411,7 @@ class ScheduledAverager(ModelAverager):
         selection: Selection,
         facts: Mapping[str, Any] | None = None,
         wish: int = 1,
-        weight: float = 1.0,
+        figures: Figures = NO_FIGURES,
     ) -> Iterator[tuple[RoundReport, Agreement]]:
         """Agree with ``group``, then communicate; the one way to the wire, and out of a failure.
 
@@ -434,9 +424,9 @@ class ScheduledAverager(ModelAverager):
         report = self._announcer.report(call, self._step, level, group.size, group.rank)
         try:
             facts = {**self._configuration, "averager": self._number, "call": call, "step": self._step, **(facts or {})}
-            agreement = agree(group, Statement(facts, selection.listing), wish, weight)
+            agreement = agree(group, Statement(facts, selection.listing), wish, figures)
             if agreement.wish:
-                self._methods[level].check_weights(agreement.weights)
+                self._parts[level].method.check_weights(agreement.weights)
             yield report, agreement
         except (DisagreementError, InvalidValueError) as error:
             report.failed(error)
@@ -472,19 +462,18 @@ class ScheduledAverager(ModelAverager):
             return
         levels = self._hierarchy.levels if self._hierarchy else ()
         sizes = [level.group_size for level in levels] or [len(self._ranks)]
-        for size, method in zip(sizes, self._methods, strict=True):
-            method.check_group_size(size)
+        for size, parts in zip(sizes, self._parts, strict=True):
+            parts.check_group_size(size)
         options = {
             "bucket_bytes": self._bucket_bytes,
             "timeout_s": self._timeout_s,
             "nodes": self._nodes,
-            "codec": [repr(method.codec) for method in self._methods],
-            "rule": [repr(method.rule) for method in self._methods],
+            **self._descriptions,
         }
         self._number, self._routes = open_routes(
             self._framework().groups,
             self.process_group,
-            list(zip(sizes, self._methods, strict=True)),
+            [(size, parts.method.is_sum) for size, parts in zip(sizes, self._parts, strict=True)],
             self._nodes,
             {**self._configuration, **options, "measure_drift": self._measure_drift},
             timeout_s=self._timeout_s,

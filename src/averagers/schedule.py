@@ -1,13 +1,18 @@
-"""When to average: pure decisions on the step, the same on every rank."""
+"""When to average: decisions on the step, the same on every rank (pure)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from hashlib import blake2b
+from itertools import pairwise
+from math import ceil, floor
+from typing import Any, final
 
-from averagers.arguments import check_whole_number
+from averagers.arguments import check_positive, check_share, check_whole_number
+from averagers.errors import InvalidTypeError, InvalidValueError, StateDictError
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,9 @@ class Round:
     """
 
     level: int
+
+
+_ROUND = Round(level=0)
 
 
 class Schedule(ABC):
@@ -34,26 +42,40 @@ class Schedule(ABC):
     def due(self, step: int) -> Round | None:
         """Return the round due at ``step``, or None when the step is local."""
 
+    @abstractmethod
+    def configuration(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, and in a checkpoint that is loaded."""
+
 
 @final
-class Periodic(Schedule):
+class Every(Schedule):
     """Every ``period`` steps, counted from the end of the warm-up.
 
+    Args:
+        period: Steps from one round to the next.
+        warmup_steps: Steps before the first round.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: an argument breaks a rule.
+
     Example:
-        >>> from averagers.schedule import Periodic
-        >>> [step for step in range(20) if Periodic(3, warmup_steps=5).due(step)]
+        >>> schedule = averagers.Every(3, warmup_steps=5)
+        >>> [step for step in range(20) if schedule.due(step)]
         [5, 8, 11, 14, 17]
     """
 
-    def __init__(self, period: int, *, warmup_steps: int = 0) -> None:
+    def __init__(self, period: int, warmup_steps: int = 0) -> None:
         self.period = check_whole_number("period", period, minimum=1)
         self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, minimum=0)
-        self._round = Round(level=0)
 
     def due(self, step: int) -> Round | None:
         """Return the round due at ``step``, or None when the step is local."""
         since_warmup = step - self.warmup_steps
-        return self._round if since_warmup >= 0 and since_warmup % self.period == 0 else None
+        return _ROUND if since_warmup >= 0 and since_warmup % self.period == 0 else None
+
+    def configuration(self) -> dict[str, Any]:
+        """Return period and warm-up."""
+        return {"period": self.period, "warmup_steps": self.warmup_steps}
 
 
 @final
@@ -73,7 +95,7 @@ class Hierarchical(Schedule):
         [(4, 1), (6, 0), (8, 1)]
     """
 
-    def __init__(self, periods: Sequence[int], *, warmup_steps: int = 0) -> None:
+    def __init__(self, periods: Sequence[int], warmup_steps: int = 0) -> None:
         self.periods = tuple(periods)
         self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, minimum=0)
         self._longest_first = [(period, Round(level)) for level, period in enumerate(self.periods)][::-1]
@@ -86,3 +108,345 @@ class Hierarchical(Schedule):
             if step % period == 0:
                 return round_
         return None
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the warm-up; the averager tells of periods and sizes together."""
+        return {"warmup_steps": self.warmup_steps}
+
+
+class _Growing(Schedule):
+    """Rounds one after the other, each period decided at the round before; the first round ends the warm-up."""
+
+    def __init__(self, warmup_steps: int) -> None:
+        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, minimum=0)
+        self._rounds = [self.warmup_steps]
+
+    @abstractmethod
+    def period_at(self, step: int) -> int:
+        """Return how many steps after a round at ``step`` the next one is due."""
+
+    def due(self, step: int) -> Round | None:
+        """Return the round due at ``step``, or None when the step is local."""
+        while self._rounds[-1] < step:
+            self._rounds.append(self._rounds[-1] + self.period_at(self._rounds[-1]))
+        return _ROUND if self._rounds[bisect_left(self._rounds, step)] == step else None
+
+
+@final
+class QuadraticRule(_Growing):
+    """Periods that grow as the learning rate falls: ``H = max(min_period, floor((alpha / lr) ** 2))``.
+
+    Decided right after each round, from the learning rate of its step; ``min_period`` while the learning rate rises
+    from one step to the next, and never more than the steps that remain, so that the last step averages. Start from
+    ``alpha`` such that ``(alpha / peak lr) ** 2`` is about ``min_period``.
+
+    Args:
+        alpha: In units of the learning rate.
+        min_period: The shortest period, in steps.
+        lr_at: Returns the learning rate of a step; the same on every rank.
+        total_steps: How many steps the run has.
+        warmup_steps: Steps before the first round.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: an argument breaks a rule.
+
+    References:
+        Gu et al., `A quadratic synchronization rule <https://arxiv.org/abs/2310.14423>`_.
+
+    Example:
+        >>> rule = averagers.QuadraticRule(0.0175, 4, lambda step: 0.008 if step < 8 else 0.004, total_steps=100)
+        >>> [step for step in range(60) if rule.due(step)]
+        [0, 4, 8, 27, 46]
+    """
+
+    def __init__(
+        self,
+        alpha: float,
+        min_period: int,
+        lr_at: Callable[[int], float],
+        *,
+        total_steps: int,
+        warmup_steps: int = 0,
+    ) -> None:
+        super().__init__(warmup_steps)
+        self.alpha = check_positive("alpha", alpha)
+        self.min_period = check_whole_number("min_period", min_period, minimum=1)
+        self.total_steps = check_whole_number("total_steps", total_steps, minimum=1)
+        if not callable(lr_at):
+            raise InvalidTypeError(
+                f"lr_at must be a function of the step, got {lr_at!r} of type {type(lr_at).__name__}"
+            )
+        self._lr_at = lr_at
+        self._lr(warmup_steps)
+
+    def period_at(self, step: int) -> int:
+        """Return how many steps after a round at ``step`` the next one is due."""
+        remaining = self.total_steps - 1 - step
+        if remaining < 1:  # a run that goes on beyond its end
+            return self.min_period
+        lr = self._lr(step)
+        if self._lr(step + 1) > lr:
+            period = self.min_period
+        else:
+            # Without bound where the learning rate is next to 0.
+            root = self.alpha / lr if lr * (remaining + 1) > self.alpha * 1e-9 else remaining + 1.0
+            period = max(self.min_period, floor(min(root, remaining + 1.0) ** 2))
+        return min(period, remaining)
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the numbers, and a digest of the learning rates of some steps."""
+        steps = range(0, self.total_steps, max(1, self.total_steps // 64))
+        rates = repr([self._lr(step) for step in steps]).encode()
+        return {
+            "schedule": f"QuadraticRule({self.alpha}, {self.min_period}, total_steps={self.total_steps}, "
+            f"warmup_steps={self.warmup_steps})",
+            "lr_at": blake2b(rates, digest_size=8).hexdigest(),
+        }
+
+    def _lr(self, step: int) -> float:
+        lr: Any = self._lr_at(step)
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not lr >= 0:
+            raise InvalidValueError(f"lr_at must return a learning rate of at least 0, got {lr!r} at step {step}")
+        return float(lr)
+
+
+class _Ramp(_Growing):
+    """Periods from ``first`` to ``last``, by the same factor in equal steps."""
+
+    def __init__(self, first: int, last: int, *, total_steps: int, warmup_steps: int = 0) -> None:
+        super().__init__(warmup_steps)
+        self.first = check_whole_number("first", first, minimum=1)
+        self.last = check_whole_number("last", last, minimum=1)
+        self.total_steps = check_whole_number("total_steps", total_steps, minimum=warmup_steps + 1)
+
+    def period_at(self, step: int) -> int:
+        """Return how many steps after a round at ``step`` the next one is due."""
+        share = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        growth: float = (self.last / self.first) ** share
+        return round(self.first * growth)
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the numbers."""
+        return {
+            "schedule": f"{type(self).__name__}({self.first}, {self.last}, total_steps={self.total_steps}, "
+            f"warmup_steps={self.warmup_steps})"
+        }
+
+
+@final
+class Growing(_Ramp):
+    """Periods that grow from ``first`` to ``last`` over the run, by the same factor in equal steps.
+
+    Args:
+        first: The period after the first round, in steps.
+        last: The period at the end, at least ``first``.
+        total_steps: How many steps the run has; later the period stays.
+        warmup_steps: Steps before the first round.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: an argument breaks a rule.
+
+    Example:
+        >>> schedule = averagers.Growing(2, 8, total_steps=20)
+        >>> [step for step in range(30) if schedule.due(step)]
+        [0, 2, 4, 7, 10, 14, 19, 26]
+    """
+
+    def __init__(self, first: int, last: int, *, total_steps: int, warmup_steps: int = 0) -> None:
+        super().__init__(first, last, total_steps=total_steps, warmup_steps=warmup_steps)
+        if last < first:
+            raise InvalidValueError(f"last must be at least first, got {last} and {first}: or take Shrinking")
+
+
+@final
+class Shrinking(_Ramp):
+    """Periods that shrink from ``first`` to ``last`` over the run, by the same factor in equal steps.
+
+    Args:
+        first: The period after the first round, in steps.
+        last: The period at the end, at most ``first``.
+        total_steps: How many steps the run has; later the period stays.
+        warmup_steps: Steps before the first round.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: an argument breaks a rule.
+
+    Example:
+        >>> schedule = averagers.Shrinking(8, 2, total_steps=20)
+        >>> [step for step in range(30) if schedule.due(step)]
+        [0, 8, 13, 16, 19, 21, 23, 25, 27, 29]
+    """
+
+    def __init__(self, first: int, last: int, *, total_steps: int, warmup_steps: int = 0) -> None:
+        super().__init__(first, last, total_steps=total_steps, warmup_steps=warmup_steps)
+        if last > first:
+            raise InvalidValueError(f"last must be at most first, got {last} and {first}: or take Growing")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long things took, as the slowest rank measured it.
+
+    Attributes:
+        step_s: Seconds of a step since the last round, rounds not counted; 0 if there was none.
+        round_s: Seconds of the last round from the ranks' agreement on; 0 if there was none.
+    """
+
+    step_s: float
+    round_s: float
+
+
+class PacedSchedule(Schedule):
+    """Decides at a round when the next one is due, from what the ranks told each other in it.
+
+    All ranks decide from the same figures, and so the same; its ``state_dict`` belongs to a checkpoint.
+
+    Args:
+        warmup_steps: Steps before the first round.
+        max_period: The longest period, in steps.
+    """
+
+    def __init__(self, warmup_steps: int, max_period: int) -> None:
+        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, minimum=0)
+        self.max_period = check_whole_number("max_period", max_period, minimum=1)
+        self.next_step = self.warmup_steps
+        self.period = 1
+
+    @abstractmethod
+    def wanted_period(self, pace: Pace) -> float:
+        """Return how many steps there should be until the next round."""
+
+    def decide(self, step: int, pace: Pace) -> None:
+        """Set the step of the next round, after one at ``step``.
+
+        The period at most doubles from round to round: the first figures are of few steps.
+        """
+        wanted = self.wanted_period(pace) if pace.step_s > 0 else 1
+        self.period = max(1, min(ceil(wanted), self.max_period, 2 * self.period))
+        self.next_step = step + self.period
+
+    def due(self, step: int) -> Round | None:
+        """Return the round due at ``step``, or None when the step is local."""
+        return _ROUND if step >= self.next_step else None
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what was decided."""
+        return {"next_step": self.next_step, "period": self.period}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what was decided.
+
+        Raises:
+            StateDictError: an entry is missing or wrong.
+        """
+        try:
+            next_step = check_whole_number("next_step", state_dict["next_step"], minimum=0)
+            self.period = check_whole_number("period", state_dict["period"], minimum=1)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateDictError(f"the schedule in state_dict is damaged: {error!r}") from None
+        self.next_step = next_step
+
+
+@final
+class Adaptive(PacedSchedule):
+    """Picks its own period, so that rounds take at most a share of the time of the steps between them.
+
+    Args:
+        overhead: That share, over 0 and at most 1.
+        max_period: The longest period, in steps.
+        warmup_steps: Steps before the first round.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: an argument breaks a rule.
+
+    Example:
+        >>> averager = averagers.PeriodicModelAverager(schedule=averagers.Adaptive(overhead=0.05))
+    """
+
+    def __init__(self, overhead: float = 0.05, *, max_period: int = 1000, warmup_steps: int = 0) -> None:
+        super().__init__(warmup_steps, max_period)
+        self.overhead = check_share("overhead", overhead)
+
+    def wanted_period(self, pace: Pace) -> float:
+        """Return the least ``H`` with ``round time <= overhead * H * step time``."""
+        return pace.round_s / (self.overhead * pace.step_s)
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the numbers."""
+        return {
+            "schedule": f"Adaptive({self.overhead}, max_period={self.max_period}, warmup_steps={self.warmup_steps})"
+        }
+
+
+@final
+class EverySeconds(PacedSchedule):
+    """Averages about every so many seconds, counted in the slowest rank's steps.
+
+    Args:
+        seconds: From one round to the next.
+        max_period: The longest period, in steps.
+        warmup_steps: Steps before the first round.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: an argument breaks a rule.
+
+    Example:
+        >>> averager = averagers.PeriodicModelAverager(schedule=averagers.EverySeconds(60))
+    """
+
+    def __init__(self, seconds: float, *, max_period: int = 10**6, warmup_steps: int = 0) -> None:
+        super().__init__(warmup_steps, max_period)
+        self.seconds = check_positive("seconds", seconds)
+
+    def wanted_period(self, pace: Pace) -> float:
+        """Return how many steps, and a round, take so long."""
+        return (self.seconds - pace.round_s) / pace.step_s
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the numbers."""
+        return {
+            "schedule": f"EverySeconds({self.seconds}, max_period={self.max_period}, warmup_steps={self.warmup_steps})"
+        }
+
+
+def equivalent_period(world_size: int, groups: int | Sequence[int], inner: int, outer: int, *further: int) -> float:
+    """Return the flat period whose replicas have the same noise as a hierarchy's.
+
+    For ``n`` ranks in ``N`` groups that average within every ``I`` steps and all together every ``G`` steps it is
+    ``1 + ((I - 1)(n - N) + (G - 1)(N - 1)) / (n - 1)``; each further level adds its own term.
+
+    Args:
+        world_size: How many ranks there are.
+        groups: How many groups the level has; of several levels, from the innermost, all but the last, which has one.
+        inner: The period of the innermost level, in steps.
+        outer: That of the next level.
+        further: Those of the levels above.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: an argument breaks a rule.
+
+    References:
+        Wang et al., `Demystifying why local aggregation helps <https://arxiv.org/abs/2010.12998>`_.
+
+    Example:
+        4 nodes of 8 with gradients averaged within a node, and models every 50 steps:
+
+        >>> round(averagers.equivalent_period(32, 4, 1, 50), 2)
+        5.74
+    """
+    check_whole_number("world_size", world_size, minimum=2)
+    counts = [groups] if isinstance(groups, int) else list(groups)
+    periods = (inner, outer, *further)
+    sizes = [world_size, *(check_whole_number("groups", count, minimum=1) for count in counts), 1]
+    if len(periods) != len(sizes) - 1:
+        raise InvalidValueError(
+            f"periods must be given for each level: there are {len(sizes) - 1} levels, and {len(periods)} periods"
+        )
+    for within, above in pairwise(sizes):
+        if within % above:
+            raise InvalidValueError(f"groups must each divide those of the level within, got {above} of {within}")
+    spread = sum(
+        (check_whole_number("period", period, minimum=1) - 1) * (within - above)
+        for period, (within, above) in zip(periods, pairwise(sizes), strict=True)
+    )
+    return 1 + spread / (world_size - 1)

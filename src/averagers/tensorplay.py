@@ -20,7 +20,7 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NoReturn, final
 
-from averagers import averager, engine
+from averagers import averager, base
 from averagers.errors import (
     AveragersError,
     ClosedError,
@@ -34,6 +34,7 @@ from averagers.errors import (
     UnsupportedTensorError,
 )
 from averagers.events import Event, Observer, RoundFailed, RoundFinished, RoundStarted
+from averagers.mixing.mixers import Assign, Elastic, Mixer, Nesterov, Outer, SlowMo
 from averagers.observe.console import Console
 from averagers.observe.jsonl import JsonLines
 from averagers.reduction.codecs import Cast, Codec, Int4, Int8, TopK
@@ -50,6 +51,16 @@ from averagers.reduction.interface import (
 )
 from averagers.reduction.layout import Kind
 from averagers.reduction.rules import CenteredClipping, Median, Rule, TrimmedMean
+from averagers.schedule import (
+    Adaptive,
+    Every,
+    EverySeconds,
+    Growing,
+    QuadraticRule,
+    Schedule,
+    Shrinking,
+    equivalent_period,
+)
 
 try:
     import tensorplay as tp
@@ -92,6 +103,20 @@ __all__ = [
     "Rule",
     "TopK",
     "TrimmedMean",
+    "Assign",
+    "Elastic",
+    "Mixer",
+    "Nesterov",
+    "Outer",
+    "SlowMo",
+    "Adaptive",
+    "Every",
+    "EverySeconds",
+    "Growing",
+    "QuadraticRule",
+    "Schedule",
+    "Shrinking",
+    "equivalent_period",
 ]
 
 
@@ -361,7 +386,7 @@ def _kind(device: Any, dtype: Any) -> Kind:
 _FRAMEWORK = Framework(_GroupFactory(), _TensorOperations())
 
 
-class ModelAverager(engine.ModelAverager):
+class ModelAverager(base.ModelAverager):
     """Base class of all model averagers for TensorPlay; subclass it to write one of your own.
 
     Args:

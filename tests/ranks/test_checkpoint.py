@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +21,7 @@ _AVERAGERS: dict[str, Any] = {
     "residuals": lambda: averagers.PeriodicModelAverager(2, codec=averagers.Int4(error_feedback=0.95)),
     "sparse": lambda: averagers.PeriodicModelAverager(2, codec=averagers.TopK(4)),
     "anchor": lambda: averagers.PeriodicModelAverager(2, codec=averagers.Int8()),
+    "momentum": lambda: averagers.PeriodicModelAverager(2, mixer=averagers.Nesterov()),
     "plain": lambda: averagers.PeriodicModelAverager(2),
     "levels": lambda: averagers.HierarchicalModelAverager(
         {1: 2, 4: 4}, nodes=[0, 0, 1, 1], codec={1: averagers.Int8(), 4: averagers.TopK(4)}
@@ -185,10 +188,143 @@ def _refused(rank: int, folder: str) -> list[str]:
 
 def test_what_cannot_be_saved_or_loaded_is_refused_by_name(tmp_path: Path) -> None:
     for unnamed, twice, averager, params, configuration in run_ranks(_refused, 2, str(tmp_path)):
-        assert "params must have names" in unnamed
-        assert "params must have different names, got matrix twice" in twice
-        assert (
-            "averager must be a PeriodicModelAverager or HierarchicalModelAverager of averagers, got _Odd" in averager
-        )
+        assert "named_params must name everything that is averaged" in unnamed
+        assert "tensor #0 has no name" in unnamed
+        assert "named_params must have different names, got matrix twice" in twice
+        assert "averager must be a PeriodicModelAverager or HierarchicalModelAverager of averagers" in averager
         assert "params must be an iterable" in params
         assert "state_dict is of an averager with period=2, this one has period=3" in configuration
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def _attached(rank: int, codec: Any, wrapped: bool, folder: str) -> tuple[bool, bool]:
+    """Groups of parameters in another order than the model's, and buffers that go along."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = _network()
+        biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
+        weights = [param for name, param in model.named_parameters() if name.endswith("weight")]
+        optimizer = torch.optim.SGD([{"params": biases}, {"params": weights}], lr=0.1, momentum=0.9)
+        averager = averagers.PeriodicModelAverager(3, codec=codec)
+        if wrapped:
+            wrapper = averagers.ModelAveragingOptimizer(optimizer, averager)
+            return model, wrapper, wrapper
+        return model, optimizer, averagers.attach(optimizer, averager, module=model)
+
+    untouched, optimizer, _ = build()
+    _steps(untouched, optimizer, rank, range(11))
+    model, optimizer, handle = build()
+    _steps(model, optimizer, rank, range(5))
+    state = {"averager": averagers.DistributedState(handle, model.named_parameters())}
+    dcp.save(state, checkpoint_id=folder)
+    weights, inner = model.state_dict(), optimizer.state_dict()
+    weights = {name: value.clone() for name, value in weights.items()}
+    inner = copy.deepcopy(inner)
+    _steps(model, optimizer, rank, range(5, 11))
+    resumed, optimizer, handle = build()
+    dcp.load({"averager": averagers.DistributedState(handle, resumed.named_parameters())}, checkpoint_id=folder)
+    resumed.load_state_dict(weights)
+    optimizer.load_state_dict(inner)
+    _steps(resumed, optimizer, rank, range(5, 11))
+    return _bits(model) == _bits(untouched), _bits(resumed) == _bits(untouched)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("codec", [averagers.Int8(), averagers.TopK(4), averagers.Int4(error_feedback=0.9)])
+def test_with_attach_the_order_is_that_of_the_optimizer(codec: Any, wrapped: bool, tmp_path: Path) -> None:
+    assert run_ranks(_attached, 2, codec, wrapped, str(tmp_path)) == [(True, True)] * 2
+
+
+def _other_order(rank: int) -> list[str]:
+    first, second = torch.ones(3), torch.full((3,), 2.0)
+    messages = []
+    averager = averagers.PeriodicModelAverager(2, codec=averagers.Int8())
+    averager.average_parameters([second, first])
+    with pytest.raises(averagers.InvalidValueError) as caught:
+        averagers.DistributedState(averager, [("first", first), ("second", second)])
+    messages.append(str(caught.value))
+    with pytest.raises(averagers.InvalidValueError) as caught:
+        averagers.DistributedState(averager, [("first", torch.ones(4))])
+    messages.append(str(caught.value))
+    before = averager.state_dict()["anchor_0"]["values"]["0"].tolist()
+    averagers.DistributedState(averager, [("second", second), ("first", first)])
+    assert averager.state_dict()["anchor_0"]["values"]["0"].tolist() == before
+    fresh = averagers.PeriodicModelAverager(2, codec=averagers.Int8())
+    state = averagers.DistributedState(fresh, [("first", first), ("second", second)])
+    with pytest.raises(averagers.InvalidValueError) as caught:
+        fresh.average_parameters([second, first])
+    messages.append(str(caught.value))
+    assert state.state_dict()["anchor_0.first"].tolist() == first.tolist()
+    return messages
+
+
+def test_another_order_than_that_of_the_rounds_is_refused() -> None:
+    for another, others, later in run_ranks(_other_order, 2):
+        assert "the tensor at position 0 had position 1 before" in another
+        assert "named_params must be what is averaged" in others
+        assert "params must come in the same order in each round, and to DistributedState" in later
+
+
+def _after_a_failure(rank: int, folder: str) -> bool:
+    model, averager = _Odd(), _AVERAGERS["residuals"]()
+    _train(model, averager, rank, range(3))
+    state = _state(model, averager)
+    dcp.save(state, checkpoint_id=folder)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    _train(model, averager, rank, range(3, 7))
+    expected = _bits(model)
+    averager._refuse_until_loaded()  # as a failed round does
+    with pytest.raises(averagers.ClosedError):
+        averager.average_parameters(model.parameters())
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(weights)
+    _train(model, averager, rank, range(3, 7))
+    return _bits(model) == expected
+
+
+def test_a_distributed_checkpoint_makes_an_averager_usable_after_a_failed_round(tmp_path: Path) -> None:
+    assert run_ranks(_after_a_failure, 2, str(tmp_path)) == [True] * 2
+
+
+def _outside(rank: int, folder: str) -> int:
+    group = dist.new_group([0, 1])
+    model = _Odd()
+    averager = averagers.PeriodicModelAverager(2, process_group=group, codec=averagers.Int8())
+    _train(model, averager, rank, range(3))
+    dcp.save(_state(model, averager), checkpoint_id=folder)
+    another = averagers.PeriodicModelAverager(2, process_group=group, codec=averagers.Int8())
+    dcp.load(_state(model, another), checkpoint_id=folder)
+    return another.step
+
+
+def test_ranks_outside_the_process_group_save_and_load_the_step(tmp_path: Path) -> None:
+    assert run_ranks(_outside, 3, str(tmp_path)) == [3] * 3
+
+
+def _sizes(rank: int, sizes: dict[int, int], folder: str, load: bool) -> float:
+    weight = torch.full((3,), float(rank))
+    averager = averagers.HierarchicalModelAverager(sizes, codec={max(sizes): averagers.Int8()})
+    state = {"averager": averagers.DistributedState(averager, [("weight", weight)])}
+    if load:
+        dcp.load(state, checkpoint_id=folder)
+    else:
+        averager.average_parameters([weight])
+        dcp.save(state, checkpoint_id=folder)
+    return float(averager.state_dict()["anchor_0" if len(sizes) == 1 else "anchor_1"]["values"]["0"][0].item())
+
+
+def test_the_top_anchor_of_a_hierarchy_loads_onto_other_sizes(tmp_path: Path) -> None:
+    assert run_ranks(_sizes, 4, {2: 2, 8: 4}, str(tmp_path), False) == [1.5] * 4
+    assert run_ranks(_sizes, 2, {2: 1, 8: 2}, str(tmp_path), True) == [1.5] * 2

@@ -1299,3 +1299,24 @@ def odd_statistics(rank: int) -> list[float]:
 
 def test_running_statistics_of_unequal_shapes_are_averaged_like_other_buffers() -> None:
     assert run_ranks(odd_statistics, 2) == [[0.5, 0.5]] * 2
+
+
+def _weighted_steps(rank: int) -> tuple[float, float]:
+    found = []
+    for wrapped in (False, True):
+        weight = nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        averager = averagers.PeriodicModelAverager(2, warmup_steps=1)
+        stepped: Any = averagers.ModelAveragingOptimizer(optimizer, averager) if wrapped else optimizer
+        handle = stepped if wrapped else averagers.attach(optimizer, averager)
+        for samples in (1, 2):
+            weight.grad = torch.full((3,), -float(rank))
+            handle.weight = samples * (1 + 2 * rank)
+            stepped.step()
+        found.append(float(weight[0].item()))
+    return found[0], found[1]
+
+
+def test_a_handle_and_the_wrapper_tell_how_much_a_step_counts() -> None:
+    # Replicas at 0 and 2, of weights 3 and 9.
+    assert run_ranks(_weighted_steps, 2) == [(1.5, 1.5)] * 2

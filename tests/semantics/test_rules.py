@@ -64,6 +64,13 @@ def _round(rank: int, name: str, dtype: str, codec: bool) -> tuple[list[float], 
     return [*first, moved], b"".join(map(bits, weights))
 
 
+def test_numbers_of_equal_value_are_one_setting() -> None:
+    assert (
+        repr(averagers.CenteredClipping(1)) == repr(averagers.CenteredClipping(1.0)) == "CenteredClipping(radius=1.0)"
+    )
+    assert repr(averagers.Int8(error_feedback=1)) == "Int8(error_feedback=1.0)"
+
+
 @pytest.mark.parametrize("codec", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("name", list(_RULES))
@@ -89,6 +96,28 @@ def _through_nodes(rank: int) -> float:
 
 def test_a_rule_sees_every_rank_and_no_sums_of_nodes() -> None:
     assert run_ranks(_through_nodes, 4) == [2.5] * 4
+
+
+def _one_nan_at_a_time(rank: int, decay: float | None) -> list[float]:
+    averager = averagers.PeriodicModelAverager(
+        1000, rule=averagers.Median(), codec=averagers.Int8(error_feedback=decay)
+    )
+    weight = lib.zeros(300)
+    found = []
+    for step in range(5):
+        averager.step = 0
+        averager.average_parameters([weight])
+        found.append(float(weight[7].item()))
+        weight.add_(0.5)
+        if (rank, step) in ((1, 1), (2, 3)):
+            weight.fill_(math.nan)
+    return found
+
+
+@pytest.mark.parametrize("decay", [None, 0.5, 1.0])
+def test_one_bad_rank_at_a_time_leaves_no_trace_with_error_feedback_either(decay: float | None) -> None:
+    for found in run_ranks(_one_nan_at_a_time, 4, decay):
+        assert found == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0], rel=0.02)
 
 
 def _by_period(rank: int) -> list[float]:
@@ -119,6 +148,7 @@ def _refused(rank: int) -> list[str]:
         lambda: averagers.CenteredClipping(0.0),
         lambda: averagers.CenteredClipping(math.inf),
         lambda: averagers.CenteredClipping("wide"),
+        lambda: averagers.CenteredClipping(1e-39),
     ):
         with pytest.raises(averagers.AveragersError) as caught:
             build()
@@ -143,6 +173,7 @@ def test_rules_that_cannot_work_are_refused_by_name() -> None:
             "radius must be over 0 and finite, got 0.0",
             "radius must be over 0 and finite, got inf",
             "radius must be a number, got 'wide'",
+            "which float32 can hold, got 1e-39",
         ],
         strict=True,
     ):
@@ -226,6 +257,21 @@ def test_a_round_weighs_by_the_sum_since_the_last_one_of_its_level() -> None:
     for rank, found in enumerate(results):
         neighbors = (0 * 1 + 1 * 2) / 3 if rank < 2 else (2 * 3 + 3 * 4) / 7
         assert found == pytest.approx([everyone, rank, neighbors, rank, everyone])
+
+
+def _far_too_much(rank: int) -> str:
+    averager = averagers.PeriodicModelAverager(3, warmup_steps=2)
+    weight = lib.zeros(3)
+    averager.average_parameters([weight], weight=1e308)
+    with pytest.raises(averagers.InvalidValueError) as caught:
+        averager.average_parameters([weight], weight=1e308)
+    averager.load_state_dict(averager.state_dict())
+    return str(caught.value)
+
+
+def test_a_sum_of_weights_that_is_not_finite_is_refused() -> None:
+    for message in run_ranks(_far_too_much, 2):
+        assert "weight must be at least 0 and finite" in message
 
 
 def _given_once(rank: int) -> float:

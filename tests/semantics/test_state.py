@@ -61,6 +61,53 @@ def test_a_state_of_another_configuration_or_a_damaged_one_is_refused() -> None:
         assert step == "0"
 
 
+def _wrong_anchors(rank: int) -> list[str]:
+    def build(**options: Any) -> Any:
+        return averagers.PeriodicModelAverager(2, **{"codec": averagers.Int8(error_feedback=0.9), **options})
+
+    averager = build()
+    averager.average_parameters([lib.zeros(300)])
+    good = averager.state_dict()
+    messages = []
+    for change in (
+        {"moved_at": "x"},
+        {"num_tensors": -1},
+        {"values": {"0": lib.zeros(2, 3)}},
+        {"values": {"0": lib.zeros(6, dtype=lib.int64)}},
+        {"residuals": [{"sent": lib.zeros(2, 3)}]},
+    ):
+        with pytest.raises(averagers.StateDictError) as caught:
+            averager.load_state_dict({**good, "anchor_0": {**good["anchor_0"], **change}})
+        messages.append(str(caught.value))
+    for options in (
+        {"codec": averagers.Int8()},
+        {"codec": None},
+        {"bucket_bytes": 5000},
+        {"mixer": averagers.Nesterov()},
+        {"rule": averagers.Median()},
+    ):
+        with pytest.raises(averagers.StateDictError) as caught:
+            build(**options).load_state_dict(good)
+        messages.append(str(caught.value))
+    # Fewer residuals than there are buckets: none.
+    averager.load_state_dict({**good, "anchor_0": {**good["anchor_0"], "residuals": []}})
+    weight = lib.full((300,), float(rank))
+    averager.step = 2
+    averager.average_parameters([weight])
+    return [*messages, str(weight[3].item())]
+
+
+def test_damaged_anchors_and_those_of_other_methods_are_refused() -> None:
+    for *damaged, codec, none, buckets, mixer, rule, mean in run_ranks(_wrong_anchors, 2):
+        assert all("anchor_0 in state_dict is damaged" in message for message in damaged)
+        assert "codec=['Int8(error_feedback=0.9)'], this one has codec=['Int8()']" in codec
+        assert "this one has codec=None" in none
+        assert "bucket_bytes=4194304, this one has bucket_bytes=5000" in buckets
+        assert "mixer=None, this one has mixer=['Nesterov(lr=0.7, momentum=0.9)']" in mixer
+        assert "rule=None, this one has rule=['Median()']" in rule
+        assert float(mean) == pytest.approx(0.5, rel=0.01)
+
+
 def _frozen_after_saving(rank: int) -> list[float]:
     weight = lib.nn.Parameter(lib.tensor([float(rank)]))
     first = averagers.PeriodicModelAverager(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import pkgutil
 import re
@@ -28,6 +29,7 @@ def names_that_examples_use(folder: str) -> dict[str, Any]:
     model = lib.nn.Linear(3, 2)
     data = [(lib.randn(4, 3), lib.randn(4, 2)) for _ in range(3)]
     return {
+        "functools": functools,
         "torch": lib,
         "dist": dist,
         "averagers": averagers,

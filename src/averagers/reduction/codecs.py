@@ -39,7 +39,7 @@ class Codec(ABC):
 
     def __post_init__(self) -> None:
         if self.error_feedback is not None:
-            check_share("error_feedback", self.error_feedback)
+            object.__setattr__(self, "error_feedback", check_share("error_feedback", self.error_feedback))
 
     def __repr__(self) -> str:
         by_position = sorted(fields(self), key=lambda one: bool(one.kw_only))

@@ -40,7 +40,8 @@ class Encoder:
         values.add_(residual, alpha=decay)
         self.codec.encode(values, wire, operations)
         self.codec.decode(wire, residual, operations)
-        return residual.neg_().add_(values)
+        # What is no number cannot be made up for later, and would stay for ever.
+        return residual.neg_().add_(values).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def residual_sizes(codec: Codec, num_elements: int, leg_sizes: Sequence[int]) -> dict[str, int]:

@@ -13,11 +13,19 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Kind:
-    """What the tensors of one bucket share: a device and a dtype, and so the bytes of an element."""
+    """What the tensors of one bucket share: a device and a dtype, and so the bytes of an element.
+
+    Attributes:
+        device: Where they lie.
+        dtype: Of reals.
+        itemsize: Its bytes.
+        is_aside: They are averaged plainly, whatever is done with the others.
+    """
 
     device: Any
     dtype: Any
     itemsize: int
+    is_aside: bool = False
 
 
 class Slot(NamedTuple):

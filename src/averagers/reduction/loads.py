@@ -102,11 +102,13 @@ class Load(ABC):
             slot if block.dim() == 1 else slot.view(block.shape) for slot, block in zip(slots, self.blocks, strict=True)
         ]
 
-    def _write(self, buffer: Tensor) -> None:
-        slots = self._slots(buffer)
+    def _measure(self, buffer: Tensor) -> None:
         if self.drift:
-            self.drift.add(self.blocks, slots)
-        self.operations.copy_(self.blocks, slots)
+            self.drift.add(self.blocks, self._slots(buffer))
+
+    def _write(self, buffer: Tensor) -> None:
+        self._measure(buffer)
+        self.operations.copy_(self.blocks, self._slots(buffer))
 
 
 @final
@@ -142,18 +144,20 @@ class Weights(Load):
 @final
 @dataclass
 class Displacements(Load):
-    """How far the values are from an anchor, in float32.
+    """How far the values are from an anchor, in float32 at least.
 
     Attributes:
-        anchor: Flat float32 tensors of the bucket's elements, in its order; moved to the mean.
+        anchor: Flat tensors of the bucket's elements, in its order; moved to the mean, and the values with it.
+        means: Where to put the mean displacement instead; empty to move the anchor.
     """
 
     anchor: list[Tensor]
+    means: list[Tensor]
 
     @property
     def dtype(self) -> Any:
-        """Of the displacements: float32."""
-        return self.operations.float32
+        """Of the anchor."""
+        return self.anchor[0].dtype
 
     @property
     def in_place(self) -> bool:
@@ -166,11 +170,16 @@ class Displacements(Load):
         self.operations.add_(self._anchored(buffer), self.anchor, alpha=-1.0)
 
     def unpack(self, buffer: Tensor) -> None:
-        """Move the anchor by what ``buffer`` holds, and the values to the anchor."""
+        """Move the anchor by what ``buffer`` holds, and the values to the anchor; or keep it for what moves them."""
         slots = self._anchored(buffer)
+        if self.means:
+            self.operations.copy_(self.means, slots)
         self.operations.add_(slots, self.anchor, alpha=1.0)
-        self.operations.copy_(self.anchor, slots)
-        self._write(buffer)
+        if self.means:
+            self._measure(buffer)
+        else:
+            self.operations.copy_(self.anchor, slots)
+            self._write(buffer)
 
     def _anchored(self, buffer: Tensor) -> list[Tensor]:
         return list(buffer[: self.num_elements].split([one.numel() for one in self.anchor]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, final
@@ -19,6 +19,7 @@ from averagers.reduction.interface import Lane, Record, Tensor, TensorOperations
 from averagers.reduction.layout import Bucket, Kind, plan_buckets
 from averagers.reduction.loads import Buffers, Displacements, DriftMeter, Load, Weights
 from averagers.reduction.method import Method
+from averagers.reduction.rules import Rule
 from averagers.reduction.selection import (
     Listing,
     Selected,
@@ -28,6 +29,7 @@ from averagers.reduction.selection import (
     overlapping,
     select_every_tensor,
     select_tensors,
+    shaped_like,
 )
 from averagers.reduction.transfers import AllReduceMean, Broadcast, Exchange, Shares, Transfer, TwoLevelMean
 
@@ -60,6 +62,7 @@ class _Layout:
         bucket_bytes: Most bytes of a bucket that is not cut.
         sizes: How many elements of its bucket each tensor has.
         kinds: What the buckets of each hold.
+        asides: Which of them go along with the parameters.
         plans: The plan for each number of pieces that buckets are cut into, made when it is first needed.
     """
 
@@ -68,6 +71,7 @@ class _Layout:
     bucket_bytes: int
     sizes: list[int]
     kinds: list[Kind]
+    asides: list[bool]
     plans: dict[int, tuple[Bucket, ...]]
 
     def buckets(self, cut: int) -> tuple[Bucket, ...]:
@@ -90,11 +94,13 @@ class Selection:
     Attributes:
         tensors: What lies on this rank.
         wholes: What that is of: the same, or the sharded tensor of which it is a part.
+        lrs: The learning rate of each one's parameter group; None of those that came in none.
         layout: The plan.
     """
 
     tensors: Sequence[Tensor]
     wholes: Sequence[Tensor]
+    lrs: Sequence[float | None]
     layout: _Layout
 
     @property
@@ -107,11 +113,13 @@ class Selection:
         """The tensors as the ranks compare them."""
         return self.layout.listing
 
-    @property
-    def anchored_lengths(self) -> list[int | None]:
-        """How many values an anchor holds of each tensor; None where float32 would lose some."""
+    def anchored_lengths(self, *, with_float64: bool) -> list[int | None]:
+        """Return how many values an anchor holds of each tensor; None of those that go as they are."""
         layout = self.layout
-        return [size if kind.itemsize <= 4 else None for size, kind in zip(layout.sizes, layout.kinds, strict=True)]
+        return [
+            size if (with_float64 or kind.itemsize <= 4) and not kind.is_aside else None
+            for size, kind in zip(layout.sizes, layout.kinds, strict=True)
+        ]
 
 
 @final
@@ -122,21 +130,25 @@ class Reducer:
         operations: Of the framework whose tensors are averaged.
         bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model, for
             16-bit floats up to twelve.
+
+    Attributes:
+        operations: Of the framework.
+        bucket_bytes: Most bytes of a bucket.
     """
 
     def __init__(self, operations: TensorOperations, bucket_bytes: int) -> None:
-        self._operations = operations
+        self.operations = operations
         self.bucket_bytes = bucket_bytes
-        self._layout = _Layout([], Listing((), 0), bucket_bytes, [], [], {})
+        self._layout = _Layout([], Listing((), 0), bucket_bytes, [], [], [], {})
         self._idle_buffers: list[Buffers] = []
 
     def select(self, params: Iterable[Any], once_trainable: set[int]) -> Selection:
         """Read ``params`` once and return what is averaged of it, see `select_tensors`."""
-        return self._selection(select_tensors(params, once_trainable, self._operations))
+        return self._selection(select_tensors(params, once_trainable, self.operations))
 
     def select_all(self, tensors: Iterable[tuple[str, Any]]) -> Selection:
         """Return named tensors of any dtype as a selection, to broadcast, see `select_every_tensor`."""
-        return self._selection(select_every_tensor(tensors, self._operations))
+        return self._selection(select_every_tensor(tensors, self.operations))
 
     def check(self, selection: Selection, group: Group) -> None:
         """Raise what must be raised before any communication: the group's backend cannot reach a tensor's device."""
@@ -158,6 +170,7 @@ class Reducer:
         measure_drift: bool,
         weights: Sequence[float],
         anchor: Anchor | None = None,
+        displacements: Sequence[Tensor | None] | None = None,
     ) -> Reduced:
         """Replace every selected tensor by its mean over the route's group, in place.
 
@@ -168,8 +181,10 @@ class Reducer:
             measure_drift: Whether to measure the distance from the mean.
             weights: Of the ranks of the route's group.
             anchor: What they are displaced from; moved to the mean. None to average the weights themselves.
+            displacements: Where to put the mean of what the anchor is of, minus the anchor, in its place: neither
+                anchor nor weights are written then.
         """
-        drift = DriftMeter(self._operations) if measure_drift else None
+        drift = DriftMeter(self.operations) if measure_drift else None
         shares = _shares(weights, route)
         cut = _CUT_BETWEEN_NODES if len(route.legs) > 1 else 1
         if anchor is not None:
@@ -189,12 +204,26 @@ class Reducer:
             ]
             if not slots:
                 weights = self._weights(bucket, selection, drift)
-                return weights, self._transfer_of_weights(weights.dtype, shares, method, route)
+                rule = None if method.rule is None else method.rule.without_anchor
+                return weights, self._transfer_of_wide(weights.dtype, shares, rule, route)
             blocks = self._blocks(bucket, selection)
-            load = Displacements(blocks, bucket.num_elements, drift, self._operations, slots)
-            codec = method.codec or self._native_codec(bucket.kind.dtype)
+            means = [] if displacements is None else [displacements[slot.tensor] for slot in bucket.slots]
+            load = Displacements(
+                blocks,
+                bucket.num_elements,
+                drift,
+                self.operations,
+                slots,
+                [
+                    one[slot.start : slot.stop]
+                    for one, slot in zip(means, bucket.slots, strict=False)
+                    if one is not None
+                ],
+            )
+            codec = method.codec if _is_coded(bucket) else None
+            codec = codec or self._native_codec(bucket.kind.dtype)
             if codec is None:
-                return load, Exchange(shares, method.rule)
+                return load, self._transfer_of_wide(load.dtype, shares, method.rule, route)
             encoder = Encoder(codec, anchor.residuals[index] if anchor and anchor.residuals else {})
             if isinstance(codec, TopK):
                 return load, SparseGather(encoder, shares, len(route.legs))
@@ -213,71 +242,109 @@ class Reducer:
             lambda index, bucket: (self._weights(bucket, selection, None), Broadcast()),
         )
 
-    def copy_in_float32(self, selection: Selection, held: list[Tensor | None]) -> None:
-        """Write what an anchor holds into ``held``, whose memory is used again; costs four bytes for each element."""
-        lengths = selection.anchored_lengths
-        with self._operations.plain_memory():
-            if [None if one is None else one.numel() for one in held] != lengths:
+    def copy_anchored(self, selection: Selection, held: list[Tensor | None], *, with_float64: bool) -> bool:
+        """Write what an anchor holds into ``held``, in float32 at least, and tell whether its memory is a new one."""
+        lengths = selection.anchored_lengths(with_float64=with_float64)
+        is_new = [None if one is None else one.numel() for one in held] != lengths
+        with self.operations.plain_memory():
+            if is_new:
                 held[:] = [
-                    None if length is None else self._new_float32(length, tensor.device)
-                    for length, tensor in zip(lengths, selection.tensors, strict=True)
+                    None if length is None else self._new_wide(length, kind)
+                    for length, kind in zip(lengths, selection.layout.kinds, strict=True)
                 ]
             for tensor, one in zip(selection.tensors, held, strict=True):
                 if one is not None:
                     view = self._in_memory_order(tensor)
                     one.view(view.shape).copy_(view)
+        return is_new
+
+    def land_(self, selection: Selection, targets: Sequence[Tensor | None], *, keep: float) -> None:
+        """Write ``keep`` of each tensor and the rest of its target, in place."""
+        with self.operations.plain_memory():
+            for tensor, target in zip(selection.tensors, targets, strict=True):
+                if target is not None:
+                    view = self._in_memory_order(tensor)
+                    shaped = target.view(view.shape)
+                    view.copy_(shaped if not keep else (view.to(target.dtype) - shaped).mul_(keep).add_(shaped))
+            self.operations.mark_written(selection.sharded)
+
+    def shaped(self, selection: Selection, flat: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return what is there of ``flat`` as views of the shapes of the tensors."""
+        with self.operations.plain_memory():
+            return [
+                shaped_like(self.operations.reals(tensor), one)
+                for tensor, one in zip(selection.tensors, flat, strict=True)
+                if one is not None
+            ]
+
+    def new_displacements(self, anchor: Anchor) -> list[Tensor | None]:
+        """Return memory for displacements from ``anchor``."""
+        with self.operations.plain_memory():
+            return [None if one is None else one.new_empty(one.shape) for one in anchor.values]
+
+    def _new_wide(self, length: int, kind: Kind) -> Tensor:
+        dtype = kind.dtype if kind.itemsize > 4 else self.operations.float32
+        return self.operations.new_bytes(dtype.itemsize * length, kind.device).view(dtype)
 
     def prepare_residuals(self, anchor: Anchor, selection: Selection, route: Route, codec: Codec) -> None:
         """Make residuals of zeros, unless ``anchor`` has those of the same buckets."""
         sizes = [leg.size for leg in route.legs]
         plan = f"{self.bucket_bytes} bytes, {sizes} ranks, {codec}"
         buckets = selection.layout.buckets(codec.cut)
-        with self._operations.plain_memory():
-            if anchor.plan != plan:
+        lengths = [residual_sizes(codec, bucket.num_elements, sizes) if _is_coded(bucket) else {} for bucket in buckets]
+        held = [{place: one.numel() for place, one in residuals.items()} for residuals in anchor.residuals]
+        with self.operations.plain_memory():
+            if anchor.plan != plan or held != lengths:
                 anchor.plan = plan
                 anchor.residuals = [
-                    {
-                        place: self._new_float32(size, bucket.kind.device).zero_()
-                        for place, size in residual_sizes(codec, bucket.num_elements, sizes).items()
-                        if bucket.kind.itemsize <= 4
-                    }
-                    for bucket in buckets
+                    {place: self._new_float32(size, bucket.kind.device).zero_() for place, size in wanted.items()}
+                    for wanted, bucket in zip(lengths, buckets, strict=True)
                 ]
             for residuals, bucket in zip(anchor.residuals, buckets, strict=True):
                 for place, residual in residuals.items():
                     residuals[place] = residual.to(bucket.kind.device)
 
     def _new_float32(self, length: int, device: Any) -> Tensor:
-        return self._operations.new_bytes(4 * length, device).view(self._operations.float32)
+        return self.operations.new_bytes(4 * length, device).view(self.operations.float32)
 
     def snapshot(self, selection: Selection) -> Sequence[Tensor]:
         """Return copies of the selected tensors."""
-        with self._operations.plain_memory():
+        with self.operations.plain_memory():
             return [self._in_memory_order(tensor).clone() for tensor in selection.tensors]
 
     def restore_(self, selection: Selection, snapshot: Sequence[Tensor]) -> None:
         """Write copies made by ``snapshot`` back, in place."""
-        with self._operations.plain_memory():
+        with self.operations.plain_memory():
             for tensor, saved in zip(selection.tensors, snapshot, strict=True):
                 self._in_memory_order(tensor).copy_(saved)
-            self._operations.mark_written(selection.sharded)
+            self.operations.mark_written(selection.sharded)
 
     def close(self) -> None:
         """Free the buffers kept between rounds."""
         self._idle_buffers = []
 
     def _selection(self, selected: list[Selected]) -> Selection:
-        records = [one.record for one in selected]
-        if records != self._layout.records:
-            kinds = [self._operations.kind(record.device, record.dtype) for record in records]
+        records, asides = [one.record for one in selected], [one.is_aside for one in selected]
+        if records != self._layout.records or asides != self._layout.asides:
+            kinds = [
+                replace(self.operations.kind(one.record.device, one.record.dtype), is_aside=True)
+                if one.is_aside
+                else self.operations.kind(one.record.device, one.record.dtype)
+                for one in selected
+            ]
             # A complex number is two elements of its bucket.
             sizes = [
                 prod(record.shape) * (record.dtype.itemsize // kind.itemsize)
                 for record, kind in zip(records, kinds, strict=True)
             ]
-            listing = describe(records, self._operations)
-            self._layout = _Layout(records, listing, self.bucket_bytes, sizes, kinds, {})
-        return Selection([one.tensor for one in selected], [one.whole for one in selected], self._layout)
+            listing = describe(records, self.operations)
+            self._layout = _Layout(records, listing, self.bucket_bytes, sizes, kinds, asides, {})
+        return Selection(
+            [one.tensor for one in selected],
+            [one.whole for one in selected],
+            [one.lr for one in selected],
+            self._layout,
+        )
 
     def _transfer(
         self,
@@ -298,15 +365,15 @@ class Reducer:
                 lanes = [leg.lane(index, bucket.kind.device.type) for leg in route.legs]
                 yield _Run(self._steps(transfer, load, lanes), transfer.lags)
 
-        with self._operations.plain_memory():
+        with self.operations.plain_memory():
             # Where this fails, collectives under way may write into the buffers that are not idle: they are let go.
             _run_pipeline(runs(), route.group.mark_arrival)
-            self._operations.mark_written(selection.sharded)
+            self.operations.mark_written(selection.sharded)
         return round(wire_bytes)
 
     def _steps(self, transfer: Transfer, load: Load, lanes: Sequence[Lane]) -> Generator[Work, None, None]:
         """Run a bucket with buffers that are free, and set these free at the end."""
-        buffers = self._idle_buffers.pop() if self._idle_buffers else Buffers(self._operations)
+        buffers = self._idle_buffers.pop() if self._idle_buffers else Buffers(self.operations)
         yield from transfer.run(load, lanes, buffers)
         self._idle_buffers.append(buffers)
 
@@ -314,7 +381,7 @@ class Reducer:
         """Bind a bucket to the tensors as they are now."""
         is_alone = bucket.slots[0].tensor not in selection.layout.shared_memory
         blocks = self._blocks(bucket, selection)
-        return Weights(blocks, bucket.num_elements, drift, self._operations, is_alone)
+        return Weights(blocks, bucket.num_elements, drift, self.operations, is_alone)
 
     def _blocks(self, bucket: Bucket, selection: Selection) -> list[Tensor]:
         blocks: list[Tensor] = []
@@ -323,18 +390,22 @@ class Reducer:
         return blocks
 
     def _in_memory_order(self, tensor: Tensor) -> Tensor:
-        return in_memory_order(self._operations.reals(tensor))
+        return in_memory_order(self.operations.reals(tensor))
 
     def _native_codec(self, dtype: Any) -> Codec | None:
         """Return what keeps displacements of ``dtype`` at its own bytes, where they are computed in float32."""
-        return Cast(dtype) if dtype in self._operations.sixteen_bit else None
+        return Cast(dtype) if dtype in self.operations.sixteen_bit else None
 
-    def _transfer_of_weights(self, dtype: Any, shares: Shares, method: Method, route: Route) -> Transfer:
-        if method.rule is not None:
-            return Exchange(shares, method.rule.without_anchor)
+    def _transfer_of_wide(self, dtype: Any, shares: Shares, rule: Rule | None, route: Route) -> Transfer:
+        if rule is not None:
+            return Exchange(shares, rule)
         if len(route.legs) > 1:
             return TwoLevelMean(shares)
-        return Exchange(shares) if dtype in self._operations.sixteen_bit else AllReduceMean(shares)
+        return Exchange(shares) if dtype in self.operations.sixteen_bit else AllReduceMean(shares)
+
+
+def _is_coded(bucket: Bucket) -> bool:
+    return bucket.kind.itemsize <= 4 and not bucket.kind.is_aside
 
 
 def _shares(weights: Sequence[float], route: Route) -> Shares:

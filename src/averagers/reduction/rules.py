@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import final
 
 from averagers.arguments import check_positive, check_whole_number
+from averagers.errors import InvalidValueError
 from averagers.reduction.interface import Tensor
+
+_SMALLEST = 2.0**-126
 
 
 class Rule(ABC):
@@ -114,7 +117,10 @@ class CenteredClipping(Rule):
     needs_anchor = True
 
     def __post_init__(self) -> None:
-        check_positive("radius", self.radius)
+        radius = check_positive("radius", self.radius)
+        if radius < _SMALLEST:
+            raise InvalidValueError(f"radius must be at least {_SMALLEST}, which float32 can hold, got {self.radius}")
+        object.__setattr__(self, "radius", radius)
 
     def reduce_(self, rows: Tensor) -> Tensor:
         """Clip and average."""

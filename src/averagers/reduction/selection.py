@@ -10,6 +10,7 @@ from hashlib import blake2b
 from math import prod
 from typing import Any, NamedTuple
 
+from averagers.content import Aside
 from averagers.errors import InvalidTypeError, InvalidValueError, UnsupportedTensorError
 from averagers.reduction.interface import Record, Tensor, TensorOperations, stride_order
 
@@ -64,11 +65,15 @@ class Selected(NamedTuple):
         record: What tells it apart.
         tensor: What of it lies on this rank.
         whole: What the caller passed: the same, or the sharded tensor of which that is a part.
+        lr: The learning rate of its parameter group; None if it came in none.
+        is_aside: It goes along with the parameters, see `Aside`.
     """
 
     record: Record
     tensor: Tensor
     whole: Tensor
+    lr: float | None = None
+    is_aside: bool = False
 
 
 def select_tensors(params: Iterable[Any], once_trainable: set[int], operations: TensorOperations) -> list[Selected]:
@@ -83,7 +88,7 @@ def select_tensors(params: Iterable[Any], once_trainable: set[int], operations: 
     """
     parameter_type: Any = operations.parameter_type
     selected: dict[int | tuple[Any, ...], Selected] = {}
-    for position, (name, tensor) in enumerate(_named_tensors(params, operations.tensor_type)):
+    for position, (name, tensor, origin) in enumerate(named_tensors(params, operations.tensor_type)):
         if type(tensor) is parameter_type or isinstance(tensor, parameter_type):  # the first is faster
             if tensor.requires_grad:
                 once_trainable.add(position)
@@ -91,6 +96,8 @@ def select_tensors(params: Iterable[Any], once_trainable: set[int], operations: 
                 continue
         if tensor.is_floating_point() or tensor.is_complex():
             one = _checked(name, tensor, operations, any_dtype=False)
+            if origin is not None:
+                one = one._replace(lr=_learning_rate(origin), is_aside=isinstance(origin, Aside))
             place: int | tuple[Any, ...] = one.record.address or (position,)
             if place in selected:  # listed twice, or another view of memory that begins here
                 place = place if selected[place].record[1:] == one.record[1:] else one.record[1:]
@@ -105,8 +112,8 @@ def select_every_tensor(tensors: Iterable[tuple[str, Any]], operations: TensorOp
         InvalidTypeError: an item is not a ``(name, tensor)`` pair.
         UnsupportedTensorError: a tensor cannot be written in place.
     """
-    named = _named_tensors(tensors, operations.tensor_type)
-    return [_checked(name, tensor, operations, any_dtype=True) for name, tensor in named]
+    named = named_tensors(tensors, operations.tensor_type)
+    return [_checked(name, tensor, operations, any_dtype=True) for name, tensor, _ in named]
 
 
 def describe(records: Sequence[Record], operations: TensorOperations) -> Listing:
@@ -168,8 +175,14 @@ def elements(view: Tensor, start: int, stop: int) -> list[Tensor]:
     return head + body + tail
 
 
-def _named_tensors(params: Any, tensor_type: type) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name, tensor)`` of everything in ``params``; a tensor without a name is ``#position``."""
+def _learning_rate(origin: Any) -> float | None:
+    """Return the learning rate of a parameter group; None if there is none."""
+    lr = origin.get("lr") if isinstance(origin, Mapping) else None
+    return None if lr is None else float(lr)
+
+
+def named_tensors(params: Any, tensor_type: type) -> Iterator[tuple[str, Tensor, Any]]:
+    """Yield each tensor in ``params`` with its name, else ``#position``, and the group or `Aside` it came in."""
     if isinstance(params, (tensor_type, str, Mapping)) or not isinstance(params, Iterable):
         raise InvalidTypeError(
             "params must be an iterable of tensors, (name, tensor) pairs or parameter groups, such as "
@@ -178,11 +191,12 @@ def _named_tensors(params: Any, tensor_type: type) -> Iterator[tuple[str, Tensor
     position = 0
     for index, item in enumerate(params):
         if isinstance(item, tensor_type):
-            yield f"#{position}", item
+            yield f"#{position}", item, None
             position += 1
             continue
+        origin = item if isinstance(item, Mapping | Aside) else None
         for name, tensor in _named_items(item, index, tensor_type):
-            yield name or f"#{position}", tensor
+            yield name or f"#{position}", tensor, origin
             position += 1
 
 

@@ -21,6 +21,8 @@ _ADVICE = {
     "call": "every rank must call average_parameters and finish equally often",
     "averager": "call the averagers of one process group in the same order on every rank",
     "tensors": "every rank must pass the same tensors in the same order",
+    "the anchor's round": "load the same checkpoint on every rank, averager included",
+    "the learning rate": "every rank must have the same learning rates, in the same parameter groups",
     "weight": "give a weight on every rank, or on none; 0 for one that only receives",
     "shards": (
         "average among ranks that hold the same shards, over the mesh axes along which the model is replicated: "
@@ -56,35 +58,57 @@ class Statement:
         return json.dumps({"facts": dict(self.facts), "tensors": tensors}).encode()
 
 
+class Figures(NamedTuple):
+    """What a rank tells the others before a round, and may differ.
+
+    Attributes:
+        weight: How much it counts.
+        step_s: Seconds of a step since the last round.
+        round_s: Seconds of the last round.
+    """
+
+    weight: float = 1.0
+    step_s: float = 0.0
+    round_s: float = 0.0
+
+
+NO_FIGURES = Figures()
+
+
 class Agreement(NamedTuple):
     """What the ranks of a group told each other beside what must be equal.
 
     Attributes:
         wish: The largest of the ranks.
-        weights: Of the ranks, in the group's order.
+        figures: Of the ranks, in the group's order.
     """
 
     wish: int
-    weights: tuple[float, ...]
+    figures: tuple[Figures, ...]
+
+    @property
+    def weights(self) -> list[float]:
+        """Of the ranks, in the group's order."""
+        return [figures.weight for figures in self.figures]
 
 
-def agree(group: Group, statement: Statement, wish: int = 0, weight: float = 1.0) -> Agreement:
+def agree(group: Group, statement: Statement, wish: int = 0, figures: Figures = NO_FIGURES) -> Agreement:
     """Return if all ranks of ``group`` make the same statement.
 
     Args:
         group: Whose ranks all call this.
         statement: What must be equal.
         wish: A number that may differ.
-        weight: Another.
+        figures: More of them.
 
     Raises:
         DisagreementError: they do not; the message is the same on every rank.
     """
     if group.size == 1:
-        return Agreement(wish, (weight,))
-    rows = group.open_round("3qd", *statement.digest(), wish, weight)
+        return Agreement(wish, (figures,))
+    rows = group.open_round("3q3d", *statement.digest(), wish, *figures)
     if all(row[:2] == rows[0][:2] for row in rows):
-        return Agreement(max(row[2] for row in rows), tuple(row[3] for row in rows))
+        return Agreement(max(row[2] for row in rows), tuple(Figures(*row[3:]) for row in rows))
     statements = [json.loads(details) for details in group.gather(statement.details())]
     raise DisagreementError(explain_difference(group.ranks, statements))
 

@@ -8,7 +8,6 @@ from typing import Any
 from averagers.errors import DisagreementError
 from averagers.hierarchy import block_of, split_by_node
 from averagers.reduction.groups import Group, Groups, Route, node_of_each_rank
-from averagers.reduction.method import Method
 from averagers.safety.agreement import Statement, agree
 from averagers.safety.failure import explain_failure
 
@@ -16,7 +15,7 @@ from averagers.safety.failure import explain_failure
 def open_routes(
     groups: Groups,
     process_group: Any,
-    levels: Sequence[tuple[int, Method]],
+    levels: Sequence[tuple[int, bool]],
     nodes: Sequence[Hashable] | None,
     facts: Mapping[str, Any],
     *,
@@ -27,7 +26,8 @@ def open_routes(
     Args:
         groups: Of the framework.
         process_group: The overall group, in which this rank is.
-        levels: How many ranks the groups of each level have, from the innermost, and how they average.
+        levels: How many ranks the groups of each level have, from the innermost, and whether they may add up what they
+            have within a node.
         nodes: The node of each rank of ``process_group``; None to tell it by the host names.
         facts: What must be equal on all ranks.
         timeout_s: Of each collective; None for the process group's own.
@@ -58,9 +58,9 @@ def open_routes(
         if nodes is None and len(ranks) >= 4:  # with fewer there are no two nodes of two ranks
             nodes = node_of_each_rank(caller_group)
         routes = []
-        for size, method in levels:
+        for size, is_sum in levels:
             group = open_group(block_of(rank, ranks, size))
-            split = split_by_node(ranks, nodes, group_size=size, rank=rank) if nodes and method.is_sum else None
+            split = split_by_node(ranks, nodes, group_size=size, rank=rank) if nodes and is_sum else None
             routes.append(Route(group, (group,) if split is None else (open_group(split[0]), open_group(split[1]))))
         return number, routes
     except DisagreementError:

@@ -69,11 +69,14 @@ class Attachment:
     Attributes:
         averager: The averager.
         optimizer: The optimizer whose steps it follows.
+        weight: How much the next steps count, see ``average_parameters``; set it before a step, to the number of
+            samples or tokens in it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, averager: Any, content: RoundContent | None) -> None:
         self.optimizer = optimizer
         self.averager = averager
+        self.weight: float | None = None
         self._content = content
         self._scaled_step = ScaledStep(optimizer)
         self._counts = True
@@ -90,9 +93,9 @@ class Attachment:
         """
         finish = getattr(self.averager, "finish", None)
         if finish is not None:
-            finish(self._params())
+            finish(self.params())
         else:
-            average_parameters(self._params(), self.averager.process_group)
+            average_parameters(self.params(), self.averager.process_group)
 
     def remove(self) -> None:
         """Take the hooks off the optimizer; nothing is communicated."""
@@ -121,7 +124,8 @@ class Attachment:
         state = "" if self._hooks else ", removed"
         return f"Attachment({type(self.optimizer).__name__}, {self.averager!r}{state})"
 
-    def _params(self) -> Any:
+    def params(self) -> Any:
+        """Return what each round averages."""
         return self._content or self.optimizer.param_groups
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -131,7 +135,10 @@ class Attachment:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._scaled_step.after()
         if self._counts:
-            self.averager.average_parameters(self._params())
+            if self.weight is None:
+                self.averager.average_parameters(self.params())
+            else:
+                self.averager.average_parameters(self.params(), weight=self.weight)
 
 
 def check_pair(optimizer: Any, averager: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -15,13 +16,17 @@ from torch.distributed.tensor import DTensor
 from averagers.arguments import check_averager_state
 from averagers.engine import ScheduledAverager
 from averagers.errors import InvalidTypeError, InvalidValueError
+from averagers.mixing.mixers import Mixing
 from averagers.reduction.anchor import Anchor
 from averagers.reduction.groups import Group
 from averagers.reduction.pytorch import PYTORCH
 from averagers.reduction.reducer import Selection
-from averagers.reduction.selection import shaped_like
+from averagers.reduction.selection import named_tensors, shaped_like
+from averagers.training.attach import Attachment
+from averagers.training.optimizer import ModelAveragingOptimizer
 
 _SHARED_ENTRIES = ("step", "configuration", "once_trainable")
+_SIZES = "period_group_size_dict"
 
 
 @final
@@ -35,12 +40,13 @@ class DistributedState(Stateful):
     which entry is missing. Where weights of steps were given, those since the last round are not saved.
 
     Args:
-        averager: An averager.
-        params: What it averages, with names: ``model.named_parameters()``.
+        averager: An averager, to which the loop gives the parameters in the order of ``named_params``; or what
+            `attach` returned, or a `ModelAveragingOptimizer`, whose order is known.
+        named_params: The names of what is averaged: ``model.named_parameters()``.
 
     Raises:
-        InvalidTypeError: ``averager`` is not one of averagers, or ``params`` is not what it averages.
-        InvalidValueError: a parameter has no name, or two have the same.
+        InvalidTypeError: ``averager`` is none of these, or ``named_params`` no parameters.
+        InvalidValueError: a parameter has no name, two have the same, or they are not what is averaged.
 
     Example:
         >>> state = {"model": model, "averager": averagers.DistributedState(averager, model.named_parameters())}
@@ -48,35 +54,48 @@ class DistributedState(Stateful):
         >>> torch.distributed.checkpoint.load(state, checkpoint_id=path)
     """
 
-    def __init__(self, averager: ScheduledAverager, params: Iterable[Any]) -> None:
-        if not isinstance(averager, ScheduledAverager):
+    def __init__(
+        self, averager: ScheduledAverager | Attachment | ModelAveragingOptimizer, named_params: Iterable[Any]
+    ) -> None:
+        source = getattr(averager, "averager", averager)
+        if not isinstance(source, ScheduledAverager):
             raise InvalidTypeError(
-                "averager must be a PeriodicModelAverager or HierarchicalModelAverager of averagers, got "
-                f"{type(averager).__name__}"
+                "averager must be a PeriodicModelAverager or HierarchicalModelAverager of averagers, or what attach "
+                f"returned, got {type(source).__name__}"
             )
-        self._averager = averager
-        self._params = list(params) if isinstance(params, Iterator) else params
-        names = [one.name for one in averager.anchors_of(self._params)[0].listing.descriptions]
-        unnamed = next((name for name in names if name.startswith("#")), None)
+        self._averager = source
+        named = list(named_params) if isinstance(named_params, Iterator) else named_params
+        self._params: Callable[[], Any] = getattr(averager, "params", lambda: named)
+        selection, _ = source.anchors_of(self._params())
+        name_of = {id(tensor): name for name, tensor, _ in named_tensors(named, Tensor)}
+        self._names = [
+            name_of.get(id(whole), description.name)
+            for whole, description in zip(selection.wholes, selection.listing.descriptions, strict=True)
+        ]
+        unnamed = next((name for name in self._names if name.startswith("#")), None)
         if unnamed is not None:
             raise InvalidValueError(
-                f"params must have names, because ranks may hold different ones: give model.named_parameters(), got "
-                f"{unnamed}"
+                "named_params must name everything that is averaged, because ranks may hold different parameters: give "
+                f"model.named_parameters(); tensor {unnamed} has no name"
             )
-        twice = [name for name, times in Counter(names).items() if times > 1]
+        twice = [name for name, times in Counter(self._names).items() if times > 1]
         if twice:
-            raise InvalidValueError(f"params must have different names, got {twice[0]} twice")
+            raise InvalidValueError(f"named_params must have different names, got {twice[0]} twice")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries; their tensors are the averager's own memory, into which a checkpoint is loaded."""
         plain = self._averager.state_dict()
         state: dict[str, Any] = {name: plain[name] for name in _SHARED_ENTRIES}
-        selection, levels = self._averager.anchors_of(self._params)
-        for level, (group, anchor) in enumerate(levels):
-            if anchor is not None:
+        selection, levels = self._averager.anchors_of(self._params())
+        for level, (group, anchored) in enumerate(levels):
+            if anchored is not None:
+                anchor, mixing = anchored
                 state[f"anchor_{level}.moved_at"] = anchor.moved_at
                 is_top = level == len(levels) - 1
-                state.update(_anchor_entries(f"anchor_{level}", selection, anchor, group, is_top=is_top))
+                for prefix, tensors in _tensors(selection, anchor, mixing).items():
+                    for name, whole, tensor in zip(self._names, selection.wholes, tensors, strict=True):
+                        if tensor is not None:
+                            state |= _entry(f"{prefix}_{level}", name, tensor, whole, group, is_top=is_top)
                 state.update(_residual_entries(f"residual_{level}", anchor, group))
         return state
 
@@ -86,42 +105,59 @@ class DistributedState(Stateful):
         Raises:
             StateDictError: an entry is missing or wrong, or the configuration is another one.
         """
-        _, levels = self._averager.anchors_of(self._params)
-        for _, anchor in levels:
-            if anchor is not None:
-                anchor.moved_at = None  # should the checkpoint be refused: their memory is not what it was
+        _, levels = self._averager.anchors_of(self._params())
+        anchors = {level: anchored[0] for level, (_, anchored) in enumerate(levels) if anchored is not None}
+        for anchor in anchors.values():
+            anchor.moved_at = None  # should the checkpoint be refused: their memory is not what it was
         plain = self._averager.state_dict()
         state = {name: state_dict[name] for name in _SHARED_ENTRIES if name in state_dict}
         state["weights"] = [None] * len(plain["weights"])
-        check_averager_state(state, plain["configuration"], len(plain["weights"]))
-        for level, (_, anchor) in enumerate(levels):
-            if anchor is not None:
-                anchor.moved_at = state_dict[f"anchor_{level}.moved_at"]
+        own = plain["configuration"]
+        if _SIZES in own and _periods(state.get("configuration")) == _periods(own):
+            # What belongs to groups of one size has that in its name.
+            state["configuration"] = {**state["configuration"], _SIZES: own[_SIZES]}
+        check_averager_state(state, own, len(plain["weights"]))
+        for level, anchor in anchors.items():
+            anchor.moved_at = state_dict[f"anchor_{level}.moved_at"]
         self._averager.load_state_dict({**self._averager.state_dict(), **state})
 
 
-def _anchor_entries(
-    prefix: str, selection: Selection, anchor: Anchor, group: Group, *, is_top: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the anchor of each tensor under a name that all who hold the same have in common."""
-    for flat, tensor, whole, description in zip(
-        anchor.values, selection.tensors, selection.wholes, selection.listing.descriptions, strict=True
-    ):
-        if flat is None:
-            continue
-        values = shaped_like(PYTORCH.operations.reals(tensor), flat)
-        if tensor.is_complex():
-            values = torch.view_as_complex(values)
-        if is_top and isinstance(whole, DTensor):
-            mesh, placements = whole.device_mesh, whole.placements
-            sharded = DTensor.from_local(
-                values, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-            yield f"{prefix}.{description.name}", sharded
-        elif is_top and group.size == dist.get_world_size():
-            yield f"{prefix}.{description.name}", values
-        else:
-            yield f"{prefix}.of {group.size} ranks from rank {group.ranks[0]}.{description.name}", values
+def _periods(configuration: Any) -> list[int] | None:
+    """Return the periods of a hierarchy; None of anything else."""
+    sizes = configuration.get(_SIZES) if isinstance(configuration, Mapping) else None
+    return None if sizes is None else list(ast.literal_eval(sizes))
+
+
+def _tensors(selection: Selection, anchor: Anchor, mixing: Mixing | None) -> dict[str, list[Tensor | None]]:
+    """Return the anchor of each tensor, and what moves it, in the tensor's shape; None of those without."""
+    reals = PYTORCH.operations.reals
+    values = [
+        None if flat is None else shaped_like(reals(tensor), flat)
+        for tensor, flat in zip(selection.tensors, anchor.values, strict=True)
+    ]
+    buffers = () if mixing is None else mixing.buffers()
+    if buffers is None:
+        raise InvalidValueError(
+            "averager has mixer=Outer, whose optimizer a distributed checkpoint does not hold: use Nesterov, or save "
+            "the averager's state_dict() on each rank"
+        )
+    if not buffers:
+        return {"anchor": values}
+    rest = iter(buffers)
+    return {"anchor": values, "momentum": [None if one is None else next(rest) for one in values]}
+
+
+def _entry(prefix: str, name: str, values: Tensor, whole: Tensor, group: Group, *, is_top: bool) -> dict[str, Tensor]:
+    """Return ``values`` under a name that all who hold the same have in common."""
+    if whole.is_complex():
+        values = torch.view_as_complex(values)
+    if is_top and isinstance(whole, DTensor):
+        mesh, placements = whole.device_mesh, whole.placements
+        shape, stride = whole.shape, whole.stride()
+        values = DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
+    elif not is_top or group.size < dist.get_world_size():
+        prefix += f".of {group.size} ranks from rank {group.ranks[0]}"
+    return {f"{prefix}.{name}": values}
 
 
 def _residual_entries(prefix: str, anchor: Anchor, group: Group) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from averagers.content import RoundContent
+from averagers.content import Aside, RoundContent
 
 
 @final
@@ -60,10 +60,10 @@ class ModuleContent(RoundContent):
         merged = {id(tensor) for layer in self._statistics for tensor in (layer.mean, layer.variance)}
         for name, buffer in self._module.named_buffers():
             if id(buffer) not in merged:
-                yield name, buffer
+                yield Aside(name, buffer)
         for layer in self._statistics:
-            yield f"{layer.name}.running_mean", layer.first_moment
-            yield f"{layer.name}.running_var", layer.second_moment
+            yield Aside(f"{layer.name}.running_mean", layer.first_moment)
+            yield Aside(f"{layer.name}.running_var", layer.second_moment)
 
     def landed(self) -> None:
         """Write the merged statistics back."""

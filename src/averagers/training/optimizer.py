@@ -75,6 +75,19 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
         """Step the inner optimizer, average if a round is due, and return the closure's loss."""
         return self.optim.step() if closure is None else self.optim.step(closure)
 
+    @property
+    def weight(self) -> float | None:
+        """How much the next steps count, see ``average_parameters``; can be set before a step."""
+        return self._attachment.weight
+
+    @weight.setter
+    def weight(self, value: float | None) -> None:
+        self._attachment.weight = value
+
+    def params(self) -> Any:
+        """Return what each round averages."""
+        return self._attachment.params()
+
     def finish(self) -> None:
         """End the run: average once more among all ranks, if the last step did not."""
         self._attachment.finish()

@@ -1,0 +1,1 @@
+"""What the mean does to the weights, and when it lands."""

@@ -1,0 +1,279 @@
+"""The anchors of an averager's levels, and what moves them (pure)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from averagers.arguments import check_whole_number
+from averagers.errors import InvalidValueError, StateDictError
+from averagers.mixing.mixers import Mixer, Mixing
+from averagers.reduction.anchor import Anchor
+from averagers.reduction.groups import Route
+from averagers.reduction.interface import Tensor
+from averagers.reduction.method import Method
+from averagers.reduction.reducer import Reducer, Selection
+
+
+@final
+@dataclass(frozen=True)
+class Parts:
+    """What one level does, as the user chose it.
+
+    Attributes:
+        method: How the mean is computed.
+        mixer: What it does to the weights; None to take their place.
+    """
+
+    method: Method
+    mixer: Mixer | None = None
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether values are counted from those of the last round."""
+        return self.mixer is not None or self.method.has_anchor
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether the codec keeps what it leaves out."""
+        return self.method.codec is not None and self.method.codec.error_feedback is not None
+
+    @property
+    def with_float64(self) -> bool:
+        """Whether float64 has an anchor too; a codec alone lets it go as it is."""
+        return self.mixer is not None or (self.method.rule is not None and self.method.rule.needs_anchor)
+
+    def check_group_size(self, size: int) -> None:
+        """Raise unless it works in groups of ``size`` ranks."""
+        self.method.check_group_size(size)
+        if self.mixer is not None:
+            self.mixer.check_group_size(size)
+
+    def check_lrs(self, selection: Selection) -> None:
+        """Raise unless the learning rates that are needed are there.
+
+        Raises:
+            InvalidValueError: a parameter came in no group with a learning rate.
+        """
+        if self.mixer is None or not self.mixer.needs_lr:
+            return
+        if any(lr is None for lr in self.lrs(selection)):
+            raise InvalidValueError(
+                f"params must be optimizer.param_groups with mixer={self.mixer!r}, which reads the learning rate: "
+                "or use averagers.attach(optimizer, averager)"
+            )
+
+    def lrs(self, selection: Selection) -> list[float | None]:
+        """Return the learning rate of each tensor that has an anchor."""
+        lengths = selection.anchored_lengths(with_float64=self.with_float64)
+        return [lr for lr, length in zip(selection.lrs, lengths, strict=True) if length is not None]
+
+
+@final
+class Anchors:
+    """The anchor of each level of an averager, or None where its weights go as they are.
+
+    Args:
+        parts: Of each level.
+    """
+
+    def __init__(self, parts: Sequence[Parts]) -> None:
+        self._parts = tuple(parts)
+        self._levels = [Anchor() if one.has_anchor else None for one in parts]
+        self._mixings: list[Mixing | None] = [None] * len(parts)
+        # Loaded before there is an anchor's memory to mix.
+        self._mixer_states: list[Mapping[str, Any] | None] = [None] * len(parts)
+        # The tensors that the anchors are of.
+        self._known: list[weakref.ref[Any]] = []
+
+    def check_order(self, selection: Selection) -> None:
+        """Raise if the tensors are those that the anchors are of, in another order.
+
+        Raises:
+            InvalidValueError: they are.
+        """
+        known = [reference() for reference in self._known]
+        positions = {id(tensor): position for position, tensor in enumerate(known) if tensor is not None}
+        found = [positions.get(id(tensor)) for tensor in self._anchored(selection)]
+        if None in found or len(found) != len(known) or found == list(range(len(known))):
+            return
+        position = next(position for position, other in enumerate(found) if position != other)
+        raise InvalidValueError(
+            "params must come in the same order in each round, and to DistributedState, because anchors go by "
+            f"position: the tensor at position {position} had position {found[position]} before"
+        )
+
+    def of(self, level: int, selection: Selection) -> Anchor | None:
+        """Return what a round's displacements are counted from; None where the weights go as they are."""
+        anchor = self._levels[level]
+        if anchor is None or anchor.moved_at is None or anchor.digest != selection.listing.digest_without_names:
+            return None
+        held = [None if values is None else values.numel() for values in anchor.values]
+        wanted = selection.anchored_lengths(with_float64=self._parts[level].with_float64)
+        return anchor if held == wanted else None
+
+    def mix_(
+        self,
+        level: int,
+        selection: Selection,
+        reducer: Reducer,
+        displacements: Sequence[Tensor | None],
+        *,
+        num_ranks: int,
+        is_last: bool,
+    ) -> None:
+        """Move the anchor of ``level``, and the weights by it.
+
+        Args:
+            level: Which has an anchor, and a mixer.
+            selection: The tensors.
+            reducer: Writes them.
+            displacements: The mean minus the anchor.
+            num_ranks: How many ranks the mean is of.
+            is_last: Replicas must end as one model.
+        """
+        mixing, anchor = self._mixing(level, selection, reducer), self._levels[level]
+        assert anchor is not None
+        lrs = [lr or 0.0 for lr in self._parts[level].lrs(selection)]
+        is_pulled = mixing.pull is not None and not is_last
+        if is_pulled:
+            reducer.land_(selection, anchor.values, keep=1.0 - (mixing.pull or 0.0))
+        with reducer.operations.plain_memory():
+            mixing.mix_(reducer.shaped(selection, displacements), num_ranks=num_ranks, lrs=lrs)
+        if not is_pulled:
+            reducer.land_(selection, anchor.values, keep=0.0)
+
+    def take(self, level: int, selection: Selection, reducer: Reducer, *, step: int, is_moved: bool) -> None:
+        """After a round, count from the weights as they are: at this level, unless the round moved it, and within."""
+        digest = selection.listing.digest_without_names
+        for index, anchor in enumerate(self._levels[: level + 1]):
+            if anchor is None:
+                continue
+            if anchor.digest != digest:
+                anchor.residuals, anchor.plan = [], ""
+                self._mixings[index] = self._mixer_states[index] = None
+            self._know(selection)
+            anchor.moved_at, anchor.digest = step, digest
+            if index < level or not is_moved:
+                self._copy(index, anchor, selection, reducer)
+
+    def prepare(
+        self, selection: Selection, reducer: Reducer, routes: Sequence[Route]
+    ) -> list[tuple[Anchor, Mixing | None] | None]:
+        """Return the anchor of each level and what moves it, with memory for what they will hold where there is none.
+
+        Raises:
+            InvalidValueError: the anchors that there are are of other tensors.
+        """
+        self.check_order(selection)
+        digest = selection.listing.digest_without_names
+        if any(anchor and anchor.moved_at is not None and anchor.digest != digest for anchor in self._levels):
+            raise InvalidValueError(
+                "named_params must be what is averaged, in its order: where averagers.attach was used, give its handle "
+                "to DistributedState in place of the averager"
+            )
+        self._know(selection)
+        for index, (anchor, parts, route) in enumerate(zip(self._levels, self._parts, routes, strict=True)):
+            if anchor is None:
+                continue
+            if anchor.digest != digest:
+                anchor.moved_at, anchor.digest, anchor.plan = None, digest, ""
+                self._mixings[index] = self._mixer_states[index] = None
+                self._copy(index, anchor, selection, reducer)
+            if parts.method.codec is not None:
+                reducer.prepare_residuals(anchor, selection, route, parts.method.codec)
+            if parts.mixer is not None:
+                self._mixing(index, selection, reducer)
+        return [
+            None if anchor is None else (anchor, mixing)
+            for anchor, mixing in zip(self._levels, self._mixings, strict=True)
+        ]
+
+    def copy(self) -> Anchors:
+        """Return anchors that move on their own."""
+        return self.loaded(self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an entry for each anchor that there is; copies, because the next round moves an anchor in place."""
+        return {
+            f"anchor_{level}": {
+                "moved_at": anchor.moved_at,
+                "digest": anchor.digest.hex(),
+                "num_tensors": len(anchor.values),
+                "values": {str(index): one.clone() for index, one in enumerate(anchor.values) if one is not None},
+                "residuals": [_clones(residuals) for residuals in anchor.residuals],
+                "plan": anchor.plan,
+                "mixer": mixer_state if mixing is None else mixing.state_dict(),
+            }
+            for level, (anchor, mixing, mixer_state) in enumerate(
+                zip(self._levels, self._mixings, self._mixer_states, strict=True)
+            )
+            if anchor is not None and anchor.moved_at is not None
+        }
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> Anchors:
+        """Return the anchors of the same levels that ``state_dict`` has copies of.
+
+        Raises:
+            StateDictError: an entry is damaged.
+        """
+        twin = Anchors(self._parts)
+        for level, anchor in enumerate(twin._levels):
+            saved = state_dict.get(f"anchor_{level}")
+            if anchor is None or saved is None:
+                continue
+            try:
+                anchor.moved_at = check_whole_number("moved_at", saved["moved_at"], minimum=0)
+                anchor.digest = bytes.fromhex(saved["digest"])
+                values = {int(index): _flat(one) for index, one in saved["values"].items()}
+                num_tensors = check_whole_number("num_tensors", saved["num_tensors"], minimum=len(values))
+                anchor.values = [values.get(index) for index in range(num_tensors)]
+                anchor.residuals = [_clones(residuals) for residuals in saved["residuals"]]
+                anchor.plan = saved["plan"]
+                twin._mixer_states[level] = saved["mixer"]
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise StateDictError(f"anchor_{level} in state_dict is damaged: {error!r}") from None
+        return twin
+
+    def _mixing(self, level: int, selection: Selection, reducer: Reducer) -> Mixing:
+        mixer, anchor = self._parts[level].mixer, self._levels[level]
+        assert mixer is not None
+        assert anchor is not None
+        mixing = self._mixings[level]
+        if mixing is None:
+            with reducer.operations.plain_memory():
+                mixing = mixer.start(reducer.shaped(selection, anchor.values))
+            saved = self._mixer_states[level]
+            if saved is not None:
+                mixing.load_state_dict(saved)
+            self._mixings[level], self._mixer_states[level] = mixing, None
+        return mixing
+
+    def _anchored(self, selection: Selection) -> list[Any]:
+        """Return the caller's tensors that may have an anchor."""
+        kinds = selection.layout.kinds
+        return [whole for whole, kind in zip(selection.wholes, kinds, strict=True) if not kind.is_aside]
+
+    def _know(self, selection: Selection) -> None:
+        anchored = self._anchored(selection)
+        if [id(reference()) for reference in self._known] != [id(whole) for whole in anchored]:
+            self._known = [weakref.ref(whole) for whole in anchored]
+
+    def _copy(self, level: int, anchor: Anchor, selection: Selection, reducer: Reducer) -> None:
+        with_float64 = self._parts[level].with_float64
+        if reducer.copy_anchored(selection, anchor.values, with_float64=with_float64):
+            # What moved the memory before does not know of the new one.
+            self._mixings[level] = None
+
+
+def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _flat(tensor) for name, tensor in tensors.items()}
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a copy of what must be flat and floating."""
+    if tensor.dim() != 1 or not tensor.is_floating_point():
+        raise ValueError(f"a tensor must be flat and floating, got one of shape {tuple(tensor.shape)}, {tensor.dtype}")
+    return tensor.clone()
