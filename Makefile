@@ -34,6 +34,7 @@ bench: $(VENV)/.run ## measure a round against torch's and TensorPlay's (needs a
 
 bench-network: $(VENV)/.run ## measure rounds and training over slow links between network namespaces (needs root, iproute2)
 	@$(BIN)/python benchmarks/network.py $(ARGS)
+	@$(BIN)/python benchmarks/network.py --overlap
 	@$(BIN)/python benchmarks/network.py --training
 
 clean: ## remove .venv and all that the other targets wrote, but no benchmark results

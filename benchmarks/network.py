@@ -1,14 +1,15 @@
 """Nodes with slow links between them, on this machine: network namespaces on a bridge, with tc's token bucket.
 
-    make bench-network                           # both of the following, about 8 minutes
+    make bench-network                           # all of the following but --quick, about 9 minutes
     python benchmarks/network.py                 # compares rounds over a slow link
     python benchmarks/network.py --quick         # a small model
+    python benchmarks/network.py --overlap       # how long delayed rounds hold the loop
     python benchmarks/network.py --training      # the demo's model trained over a slower link, about 5 minutes
 
 A node is a network namespace with a host name of its own; each of its two directions is limited to the rate. Ranks are
 started with torchrun in each node and talk over gloo, bound to the node's interface; what really crossed a link is read
 from the interface's counter. Needs root and iproute2 (ip, tc); without them it says so and exits with 2. Prints a table
-and writes benchmarks/results/network.json, with --training network-training.json and a picture beside it.
+and writes benchmarks/results/network.json, network-overlap.json, or network-training.json and a picture beside it.
 """
 
 from __future__ import annotations
@@ -227,6 +228,29 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
+def overlap(num_elements: int, repetitions: int) -> dict[str, Any]:
+    """Measure delayed rounds in each of the ways of `network_overlap.py`, in one run."""
+    with Network(2, 200) as network, tempfile.TemporaryDirectory() as temporary:
+        figures = Path(temporary) / "figures.json"
+        arguments = (str(num_elements), str(repetitions), str(figures))
+        network.torchrun(2, HERE / "network_overlap.py", *arguments, timeout_s=400)
+        results: dict[str, Any] = json.loads(figures.read_text())
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "network-overlap.json").write_text(json.dumps(results, indent=2) + "\n")
+    return results
+
+
+def show_overlap(results: dict[str, Any], console: Console) -> None:
+    title = "a delayed round: 2 nodes x 2 ranks, 8 million float32, 200 Mbit/s"
+    columns = ("way", "blocking, s", "send, s", "land, s", "held / blocking", "rate kept")
+    table = Table(*columns, title=title)
+    for way, figures in results.items():
+        held = (figures["send"] + figures["land"]) / figures["blocking"]
+        seconds = (f"{figures[name]:.3f}" for name in ("blocking", "send", "land"))
+        table.add_row(way, *seconds, f"{held:.3f}", f"{figures['rate']:.2f}")
+    console.print(table)
+
+
 def train(folder: Path, num_steps: int) -> dict[str, Any]:
     """Train the demo's model in each of the ways of `network_training.py`, in one run."""
     with Network(2, TRAINING_MBIT) as network, tempfile.TemporaryDirectory() as temporary:
@@ -262,6 +286,7 @@ def show_training(results: dict[str, Any], num_steps: int, console: Console, pic
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model and one size of cluster")
+    parser.add_argument("--overlap", action="store_true", help="measure delayed rounds instead")
     parser.add_argument("--training", action="store_true", help="train a model instead, over a slower link")
     parser.add_argument("--json", type=Path, default=RESULTS / "network.json", help="where to write the figures")
     options = parser.parse_args()
@@ -270,6 +295,9 @@ def main() -> int:
     console = Console(width=110)
     results = []
     try:
+        if options.overlap:
+            show_overlap(overlap(8_000_000, 5), console)
+            return 0
         if options.training:
             show_training(train(RESULTS, TRAINING_STEPS), TRAINING_STEPS, console, RESULTS / "network-training.png")
             return 0

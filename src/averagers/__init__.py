@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from averagers.mixing.mixers import Nesterov as Nesterov
     from averagers.mixing.mixers import Outer as Outer
     from averagers.mixing.mixers import SlowMo as SlowMo
+    from averagers.mixing.overlap import Delayed as Delayed
+    from averagers.mixing.overlap import Overlap as Overlap
     from averagers.observe.console import Console as Console
     from averagers.observe.jsonl import JsonLines as JsonLines
     from averagers.reduction.codecs import Cast as Cast
@@ -87,6 +89,8 @@ _MODULE_OF = {
     "Nesterov": "mixing.mixers",
     "Outer": "mixing.mixers",
     "SlowMo": "mixing.mixers",
+    "Delayed": "mixing.overlap",
+    "Overlap": "mixing.overlap",
     "Console": "observe.console",
     "JsonLines": "observe.jsonl",
     "Cast": "reduction.codecs",

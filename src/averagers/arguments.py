@@ -14,7 +14,12 @@ _YEAR_S = 366 * 86400.0
 
 _Kind = TypeVar("_Kind")
 
-_SUCH_AS = {"Codec": "averagers.Int8()", "Rule": "averagers.Median()", "Mixer": "averagers.Nesterov()"}
+_SUCH_AS = {
+    "Codec": "averagers.Int8()",
+    "Rule": "averagers.Median()",
+    "Mixer": "averagers.Nesterov()",
+    "Overlap": "averagers.Delayed(steps=5)",
+}
 
 
 def check_whole_number(name: str, value: object, *, minimum: int) -> int:

@@ -17,6 +17,7 @@ from averagers.events import Observer
 from averagers.hierarchy import Hierarchy
 from averagers.mixing.anchors import Parts
 from averagers.mixing.mixers import Mixer
+from averagers.mixing.overlap import Overlap
 from averagers.reduction.codecs import Codec
 from averagers.reduction.method import Method
 from averagers.reduction.rules import Rule
@@ -63,6 +64,7 @@ class PeriodicModelAverager(ScheduledAverager):
             the mean. Rounds then do not sum within nodes.
         mixer: What the mean does to the weights, such as ``Nesterov()`` for DiLoCo; None to take their place. The
             first round takes their place whatever the mixer, and makes the anchor that later rounds move.
+        overlap: When the mean lands, such as ``Delayed(steps=5)`` to train on meanwhile; None for at once.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -95,6 +97,7 @@ class PeriodicModelAverager(ScheduledAverager):
         codec: Codec | None = None,
         rule: Rule | None = None,
         mixer: Mixer | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         chosen = _schedule(period, warmup_steps, schedule)
         if isinstance(chosen, Every):
@@ -109,7 +112,7 @@ class PeriodicModelAverager(ScheduledAverager):
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
-            parts=_parts([chosen.period if isinstance(chosen, Every) else 0], codec, rule, mixer),
+            parts=_parts([chosen.period if isinstance(chosen, Every) else 0], codec, rule, mixer, overlap),
         )
 
     @property
@@ -154,6 +157,8 @@ class HierarchicalModelAverager(ScheduledAverager):
         mixer: What the mean does to the weights, for every level or by period, such as ``{32: Nesterov()}`` for DiLoCo
             between nodes; None to take their place. A level's first round takes their place whatever the mixer, and
             makes the anchor that its later rounds move.
+        overlap: When the mean lands, such as ``Delayed(steps=5)`` to train on meanwhile, for every level or by period;
+            None for at once.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -182,6 +187,7 @@ class HierarchicalModelAverager(ScheduledAverager):
         codec: Codec | Mapping[int, Codec | None] | None = None,
         rule: Rule | Mapping[int, Rule | None] | None = None,
         mixer: Mixer | Mapping[int, Mixer | None] | None = None,
+        overlap: Overlap | Mapping[int, Overlap | None] | None = None,
     ) -> None:
         groups = self._framework().groups
         ranks = groups.members(groups.resolve(process_group))
@@ -204,7 +210,7 @@ class HierarchicalModelAverager(ScheduledAverager):
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
-            parts=_parts(hierarchy.periods, codec, rule, mixer),
+            parts=_parts(hierarchy.periods, codec, rule, mixer, overlap),
         )
         self._periods = hierarchy.periods
 
@@ -327,11 +333,15 @@ def _schedule(period: int | None, warmup_steps: int, schedule: Schedule | None) 
     return schedule
 
 
-def _parts(periods: Sequence[int], codec: object, rule: object, mixer: object) -> list[Parts]:
+def _parts(periods: Sequence[int], codec: object, rule: object, mixer: object, overlap: object) -> list[Parts]:
     codecs: Sequence[Codec | None] = per_level("codec", codec, periods, Codec)
     rules: Sequence[Rule | None] = per_level("rule", rule, periods, Rule)
     mixers: Sequence[Mixer | None] = per_level("mixer", mixer, periods, Mixer)
-    return [Parts(Method(codec, rule), mixer) for codec, rule, mixer in zip(codecs, rules, mixers, strict=True)]
+    overlaps: Sequence[Overlap | None] = per_level("overlap", overlap, periods, Overlap)
+    return [
+        Parts(Method(codec, rule), mixer, overlap)
+        for codec, rule, mixer, overlap in zip(codecs, rules, mixers, overlaps, strict=True)
+    ]
 
 
 def _warn_of_period_one(longest_period: int) -> None:

@@ -22,14 +22,15 @@ from averagers.events import Announcer, Observer, RoundReport
 from averagers.hierarchy import Hierarchy
 from averagers.mixing.anchors import Anchors, Parts
 from averagers.mixing.mixers import Elastic, Mixing
+from averagers.mixing.overlap import Flight
 from averagers.pace import Stopwatch
 from averagers.reduction.anchor import Anchor
 from averagers.reduction.groups import Group, Route
-from averagers.reduction.reducer import Selection
+from averagers.reduction.reducer import Reduced, Selection
 from averagers.safety.agreement import NO_FIGURES, Agreement, Figures, Statement, agree, format_ranks
 from averagers.safety.failure import explain_failure
-from averagers.safety.opening import open_routes
-from averagers.schedule import Pace, PacedSchedule, Schedule
+from averagers.safety.opening import Level, open_routes
+from averagers.schedule import Pace, PacedSchedule, Round, Schedule
 
 
 class ScheduledAverager(ModelAverager):
@@ -78,6 +79,7 @@ class ScheduledAverager(ModelAverager):
             "codec": [repr(one.method.codec) for one in parts],
             "rule": [repr(one.method.rule) for one in parts],
             "mixer": [repr(one.mixer) for one in parts],
+            "overlap": [repr(one.overlap) for one in parts],
         }
         chosen = {name: str(all_) for name, all_ in self._descriptions.items() if set(all_) != {"None"}}
         if any(one.has_residuals for one in parts):  # they are of buckets
@@ -101,6 +103,10 @@ class ScheduledAverager(ModelAverager):
         # Of this rank, since the last round of each level; None where none was given.
         self._weights: list[float | None] = [None] * len(parts)
         self._routes: list[Route] = []
+        # Rounds under way, in the order in which they were sent; and what carries them.
+        self._flights: list[Flight] = []
+        self._reducer_beside = self._framework().new_reducer(bucket_bytes)
+        self._routes_beside: list[Route | None] = []
         self._ranks = self._framework().groups.members(self.process_group)
         self._nodes = check_nodes(nodes, self._ranks)
         self._open_groups()
@@ -142,8 +148,9 @@ class ScheduledAverager(ModelAverager):
             self._weights = [check_weight(seen + (before or 0.0)) for before in self._weights]
         round_ = self._schedule.due(self._step)
         try:
+            selection = self._land_due(params, round_) if self._flights else None
             if round_ is not None:
-                self._run_round(as_content(params), None, round_.level, "average_parameters")
+                self._run_round(as_content(params), selection, round_.level, "average_parameters")
             elif not self._checked_params:
                 self._select(as_content(params))
         except BaseException:
@@ -164,6 +171,8 @@ class ScheduledAverager(ModelAverager):
         self._refuse_if_unusable()
         content = as_content(params)
         selection = self._select(content)
+        for flight in list(self._flights):
+            self._land(flight, selection)
         if not self._is_alone:
             is_one_model = self._one_model_at == (self._step, selection.listing.digest)
             self._run_round(content, selection, self._top, "finish", is_wanted=not is_one_model)
@@ -226,8 +235,19 @@ class ScheduledAverager(ModelAverager):
             "once_trainable": sorted(self._once_trainable),
             "weights": list(self._weights),
             **({"schedule": self._schedule.state_dict()} if isinstance(self._schedule, PacedSchedule) else {}),
+            "flights": self._flight_states(),
             **self._anchors.state_dict(),
         }
+
+    def _flight_states(self) -> list[dict[str, Any]]:
+        for flight in self._flights:
+            self._ended(flight)
+        return [flight.state_dict() for flight in self._flights]
+
+    @property
+    def has_overlap(self) -> bool:
+        """Whether rounds may be under way between calls."""
+        return any(parts.delayed is not None for parts in self._parts)
 
     def anchors_of(
         self, params: Iterable[Any]
@@ -259,6 +279,7 @@ class ScheduledAverager(ModelAverager):
             self._refuse_if_unusable()
         step, once_trainable, weights = check_averager_state(state_dict, self._configuration, len(self._parts))
         anchors = self._anchors.loaded(state_dict)
+        flights = [Flight.loaded(flight, len(self._parts)) for flight in state_dict.get("flights", ())]
         if isinstance(self._schedule, PacedSchedule):
             self._schedule.load_state_dict(state_dict.get("schedule", {}))
         if self._refusal is not None or self._left_a_round:
@@ -272,6 +293,9 @@ class ScheduledAverager(ModelAverager):
         self._step = step
         self._once_trainable = once_trainable
         self._weights = weights
+        for flight in self._flights:
+            flight.join()
+        self._flights = flights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = self.__copy__()
@@ -279,6 +303,11 @@ class ScheduledAverager(ModelAverager):
         return twin
 
     def __copy__(self) -> Any:
+        if self.has_overlap:
+            raise InvalidTypeError(
+                f"a {type(self).__name__} with overlap cannot be copied, because its rounds under way have process "
+                "groups of their own: build a new one, and load state_dict() into it"
+            )
         twin = super().__copy__()
         twin._reducer = self._framework().new_reducer(self._bucket_bytes)
         twin._once_trainable = set(self._once_trainable)
@@ -322,7 +351,7 @@ class ScheduledAverager(ModelAverager):
             self._read_iterator = tensors
         selection = self._reducer.select(tensors, self._once_trainable)
         for parts in self._parts:
-            parts.check_lrs(selection)
+            parts.check_selection(selection)
         self._checked_params = True
         return selection
 
@@ -353,6 +382,10 @@ class ScheduledAverager(ModelAverager):
         parts = self._parts[level]
         anchor = self._anchors.of(level, selection) if is_kept else None
         weight = self._weights[level]
+        is_later = (
+            call == "average_parameters" and parts.delayed is not None and parts.has_anchor == (anchor is not None)
+        )
+        is_pulled = anchor is not None and isinstance(parts.mixer, Elastic)
         facts = {"weight": "not given" if weight is None else "given"}
         if anchor is not None:
             facts["the anchor's round"] = str(anchor.moved_at)
@@ -361,46 +394,139 @@ class ScheduledAverager(ModelAverager):
         figures = Figures(1.0 if weight is None else weight, self._stopwatch.take_step_s(), self._stopwatch.round_s)
         with self._together(route.group, level, call, selection, facts, int(is_wanted), figures) as (report, agreement):
             if agreement.wish:
-                began = time.perf_counter()
                 report.started(len(selection.tensors), selection.listing.num_elements)
-                has_mixer = parts.mixer is not None and anchor is not None
-                displacements = self._reducer.new_displacements(anchor) if anchor is not None and has_mixer else None
-                reduced = self._reducer.average_(
-                    selection,
-                    route,
-                    parts.method,
-                    measure_drift=self._measure_drift,
-                    weights=agreement.weights,
-                    anchor=anchor,
-                    displacements=displacements,
-                )
-                if displacements is not None:
-                    self._anchors.mix_(
-                        level,
-                        selection,
-                        self._reducer,
-                        displacements,
-                        num_ranks=route.group.size,
-                        is_last=call == "finish",
-                    )
+                if is_later:
+                    self._send(level, selection, anchor, agreement, report)
+                else:
+                    began = time.perf_counter()
+                    reduced = self._average_now(level, selection, anchor, agreement, is_last=call == "finish")
+                    if is_kept:
+                        self._anchors.take(
+                            level, selection, self._reducer, step=self._step, is_moved=anchor is not None
+                        )
+                    content.landed()
+                    self._stopwatch.round_s = time.perf_counter() - began
+                    report.finished(reduced.wire_bytes, reduced.drift)
                 if is_kept:
-                    self._anchors.take(level, selection, self._reducer, step=self._step, is_moved=anchor is not None)
                     self._weights[: level + 1] = [None] * (level + 1)
-                content.landed()
-                self._stopwatch.round_s = time.perf_counter() - began
                 if call == "average_parameters":
-                    self._after_round(level, selection, agreement, is_mixed=has_mixer)
-                report.finished(reduced.wire_bytes, reduced.drift)
+                    self._after_round(level, selection, agreement, is_one_model=not is_later and not is_pulled)
+        if is_later and self._flights[-1].land_at == self._step:
+            self._land(self._flights[-1], selection)
 
-    def _after_round(self, level: int, selection: Selection, agreement: Agreement, *, is_mixed: bool) -> None:
+    def _average_now(
+        self, level: int, selection: Selection, anchor: Anchor | None, agreement: Agreement, *, is_last: bool
+    ) -> Reduced:
+        """Average, and let the mean, or what the mixer makes of it, take the weights' place."""
+        parts, route = self._parts[level], self._routes[level]
+        staged = self._reducer.stage(selection, anchor) if anchor is not None and parts.mixer is not None else None
+        reduced = self._reducer.average_(
+            selection,
+            route,
+            parts.method,
+            measure_drift=self._measure_drift,
+            weights=agreement.weights,
+            anchor=anchor,
+            staged=staged,
+        )
+        if staged is not None:
+            targets = self._anchors.mix_(
+                level, selection, self._reducer, staged.values, num_ranks=route.group.size, is_last=is_last
+            )
+            self._reducer.land_(selection, targets, keep=0.0)
+        return reduced
+
+    def _send(
+        self, level: int, selection: Selection, anchor: Anchor | None, agreement: Agreement, report: RoundReport
+    ) -> None:
+        """Begin a round that goes on while this thread does."""
+        parts, route = self._parts[level], self._routes_beside[level]
+        assert parts.delayed is not None
+        assert route is not None
+        staged = self._reducer.stage(selection, anchor)
+        flight = Flight(
+            level,
+            sent_at=self._step,
+            land_at=self._step + parts.delayed.steps,
+            digest=selection.listing.digest_without_names,
+            staged=staged,
+            sent=self._reducer.snapshot(selection) if parts.delayed.carry else None,
+            route=route,
+            report=report,
+        )
+
+        def work() -> Reduced:
+            # Tells who came, should this round fail.
+            route.group.open_round("q", flight.sent_at)
+            return self._reducer_beside.average_(
+                selection,
+                route,
+                parts.method,
+                measure_drift=self._measure_drift,
+                weights=agreement.weights,
+                anchor=anchor,
+                staged=staged,
+            )
+
+        flight.begin(work, after=self._flights[-1] if self._flights else None)
+        self._flights.append(flight)
+
+    def _land_due(self, params: Iterable[Any], round_: Round | None) -> Selection | None:
+        """Land what is due, and what must not be under way while ``round_`` is; return what was selected for it."""
+        due = [
+            flight
+            for flight in self._flights
+            if flight.land_at <= self._step or (round_ is not None and flight.level <= round_.level)
+        ]
+        if not due:
+            return None
+        selection = self._select(as_content(params))
+        for flight in due:
+            self._land(flight, selection)
+        return selection
+
+    def _land(self, flight: Flight, selection: Selection) -> None:
+        """Wait for a round under way, and let its mean into the weights."""
+        delayed = self._parts[flight.level].delayed
+        assert delayed is not None
+        if flight.digest != selection.listing.digest_without_names:
+            raise InvalidValueError(
+                f"params must be the tensors of the round that was sent at step {flight.sent_at}, which lands now"
+            )
+        reduced = self._ended(flight)
+        self._flights.remove(flight)
+        targets: Sequence[Any] = flight.staged.values
+        if self._anchors.of(flight.level, selection) is not None:
+            size = self._routes[flight.level].group.size
+            targets = self._anchors.mix_(flight.level, selection, self._reducer, targets, num_ranks=size, is_last=False)
+            self._anchors.moved(flight.level, step=flight.sent_at)
+        self._reducer.land_(selection, targets, keep=delayed.keep, sent=flight.sent)
+        if flight.report is not None:
+            flight.report.finished(reduced.wire_bytes, reduced.drift)
+
+    def _ended(self, flight: Flight) -> Reduced:
+        """Wait for a round under way, and return what it cost; a failure is every rank's."""
+        try:
+            return flight.wait()
+        except RuntimeError as error:
+            self._refuse_until_loaded()
+            assert flight.route is not None
+            assert flight.report is not None
+            failure = explain_failure(flight.route.group, error, step=flight.sent_at, level=flight.level)
+            flight.report.failed(failure, failure.missing_ranks)
+            raise failure from error
+        except BaseException:
+            self._refuse_until_loaded()
+            raise
+
+    def _after_round(self, level: int, selection: Selection, agreement: Agreement, *, is_one_model: bool) -> None:
         """Note what a round of the schedule changed beside the weights."""
         if isinstance(self._schedule, PacedSchedule):
             paces = [figures[1:] for figures in agreement.figures]
             self._schedule.decide(self._step, Pace(*map(max, zip(*paces, strict=True))))
         # Two levels of one size share their group.
         is_of_all = self._routes[level].group is self._routes[-1].group
-        is_one_model = is_of_all and not (is_mixed and isinstance(self._parts[level].mixer, Elastic))
-        self._one_model_at = (self._step + 1, selection.listing.digest) if is_one_model else None
+        self._one_model_at = (self._step + 1, selection.listing.digest) if is_one_model and is_of_all else None
 
     @contextmanager
     def _together(
@@ -470,19 +596,28 @@ class ScheduledAverager(ModelAverager):
             "nodes": self._nodes,
             **self._descriptions,
         }
-        self._number, self._routes = open_routes(
+        self._number, routes = open_routes(
             self._framework().groups,
             self.process_group,
-            [(size, parts.method.is_sum) for size, parts in zip(sizes, self._parts, strict=True)],
+            [
+                Level(size, parts.method.is_sum, has_beside=parts.delayed is not None)
+                for size, parts in zip(sizes, self._parts, strict=True)
+            ],
             self._nodes,
             {**self._configuration, **options, "measure_drift": self._measure_drift},
             timeout_s=self._timeout_s,
         )
+        self._routes = [route for route, _ in routes]
+        self._routes_beside = [beside for _, beside in routes]
 
     def _opened_groups(self) -> list[Group]:
-        return [group for route in self._routes for group in route.groups]
+        beside = [route for route in self._routes_beside if route is not None]
+        return [group for route in [*self._routes, *beside] for group in route.groups]
 
     def _release_groups(self) -> None:
+        for flight in self._flights:  # it ends at its timeout at the latest
+            flight.join()
+        self._flights = []
         for group in self._opened_groups():
             self._framework().groups.release(group)
-        self._routes = []
+        self._routes, self._routes_beside = [], []

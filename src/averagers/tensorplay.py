@@ -35,6 +35,7 @@ from averagers.errors import (
 )
 from averagers.events import Event, Observer, RoundFailed, RoundFinished, RoundStarted
 from averagers.mixing.mixers import Assign, Elastic, Mixer, Nesterov, Outer, SlowMo
+from averagers.mixing.overlap import Delayed, Overlap
 from averagers.observe.console import Console
 from averagers.observe.jsonl import JsonLines
 from averagers.reduction.codecs import Cast, Codec, Int4, Int8, TopK
@@ -109,6 +110,8 @@ __all__ = [
     "Nesterov",
     "Outer",
     "SlowMo",
+    "Delayed",
+    "Overlap",
     "Adaptive",
     "Every",
     "EverySeconds",

@@ -9,7 +9,8 @@ from typing import Any, final
 
 from averagers.arguments import check_whole_number
 from averagers.errors import InvalidValueError, StateDictError
-from averagers.mixing.mixers import Mixer, Mixing
+from averagers.mixing.mixers import Assign, Elastic, Mixer, Mixing
+from averagers.mixing.overlap import Delayed, Overlap
 from averagers.reduction.anchor import Anchor
 from averagers.reduction.groups import Route
 from averagers.reduction.interface import Tensor
@@ -25,10 +26,29 @@ class Parts:
     Attributes:
         method: How the mean is computed.
         mixer: What it does to the weights; None to take their place.
+        overlap: When it lands; None for at once.
+
+    Raises:
+        InvalidValueError: they cannot work together.
     """
 
     method: Method
     mixer: Mixer | None = None
+    overlap: Overlap | None = None
+
+    def __post_init__(self) -> None:
+        if self.delayed is not None and isinstance(self.mixer, Elastic):
+            raise InvalidValueError(
+                f"overlap={self.overlap!r} cannot work with mixer={self.mixer!r}: the center would be pulled by "
+                "replicas that have moved on; take no mixer, or no overlap"
+            )
+
+    @property
+    def delayed(self) -> Delayed | None:
+        """How rounds land later; None where they land at once, in the place of the weights."""
+        overlap = self.overlap
+        is_later = isinstance(overlap, Delayed) and (overlap.steps > 0 or overlap.keep > 0 or overlap.carry)
+        return overlap if is_later else None  # type: ignore[return-value]
 
     @property
     def has_anchor(self) -> bool:
@@ -51,12 +71,18 @@ class Parts:
         if self.mixer is not None:
             self.mixer.check_group_size(size)
 
-    def check_lrs(self, selection: Selection) -> None:
-        """Raise unless the learning rates that are needed are there.
+    def check_selection(self, selection: Selection) -> None:
+        """Raise unless the tensors can be averaged so.
 
         Raises:
-            InvalidValueError: a parameter came in no group with a learning rate.
+            InvalidValueError: a parameter came in no group with a learning rate, where that is needed; or buffers go
+                along, and could not land later.
         """
+        if self.delayed is not None and any(kind.is_aside for kind in selection.layout.kinds):
+            raise InvalidValueError(
+                f"overlap={self.overlap!r} cannot take buffers along: they are merged when a round lands, and would be "
+                "those of a later step; use attach without module="
+            )
         if self.mixer is None or not self.mixer.needs_lr:
             return
         if any(lr is None for lr in self.lrs(selection)):
@@ -111,39 +137,50 @@ class Anchors:
         if anchor is None or anchor.moved_at is None or anchor.digest != selection.listing.digest_without_names:
             return None
         held = [None if values is None else values.numel() for values in anchor.values]
-        wanted = selection.anchored_lengths(with_float64=self._parts[level].with_float64)
-        return anchor if held == wanted else None
+        if held != selection.anchored_lengths(with_float64=self._parts[level].with_float64):
+            return None
+        # A state that was loaded may lie on another device.
+        anchor.values = [
+            None if one is None else one.to(tensor.device)
+            for one, tensor in zip(anchor.values, selection.tensors, strict=True)
+        ]
+        return anchor
 
     def mix_(
         self,
         level: int,
         selection: Selection,
         reducer: Reducer,
-        displacements: Sequence[Tensor | None],
+        means: Sequence[Tensor],
         *,
         num_ranks: int,
         is_last: bool,
-    ) -> None:
-        """Move the anchor of ``level``, and the weights by it.
+    ) -> list[Tensor | None]:
+        """Move the anchor of ``level``, and return what the weights become; None of those that were pulled to it.
 
         Args:
-            level: Which has an anchor, and a mixer.
+            level: Which has an anchor.
             selection: The tensors.
             reducer: Writes them.
-            displacements: The mean minus the anchor.
+            means: Of what was staged: displacements from the anchor where there is one, else values.
             num_ranks: How many ranks the mean is of.
             is_last: Replicas must end as one model.
         """
         mixing, anchor = self._mixing(level, selection, reducer), self._levels[level]
         assert anchor is not None
         lrs = [lr or 0.0 for lr in self._parts[level].lrs(selection)]
-        is_pulled = mixing.pull is not None and not is_last
-        if is_pulled:
-            reducer.land_(selection, anchor.values, keep=1.0 - (mixing.pull or 0.0))
+        if mixing.pull is not None and not is_last:
+            reducer.land_(selection, anchor.values, keep=1.0 - mixing.pull)
+        present = [
+            None if values is None else displacement for values, displacement in zip(anchor.values, means, strict=True)
+        ]
         with reducer.operations.plain_memory():
-            mixing.mix_(reducer.shaped(selection, displacements), num_ranks=num_ranks, lrs=lrs)
-        if not is_pulled:
-            reducer.land_(selection, anchor.values, keep=0.0)
+            mixing.mix_(reducer.shaped(selection, present), num_ranks=num_ranks, lrs=lrs)
+        is_pulled = mixing.pull is not None and not is_last
+        return [
+            mean if values is None else None if is_pulled else values
+            for values, mean in zip(anchor.values, means, strict=True)
+        ]
 
     def take(self, level: int, selection: Selection, reducer: Reducer, *, step: int, is_moved: bool) -> None:
         """After a round, count from the weights as they are: at this level, unless the round moved it, and within."""
@@ -158,6 +195,12 @@ class Anchors:
             anchor.moved_at, anchor.digest = step, digest
             if index < level or not is_moved:
                 self._copy(index, anchor, selection, reducer)
+
+    def moved(self, level: int, *, step: int) -> None:
+        """After a round that lands later: the anchors of levels within stay, since replicas are not one model."""
+        anchor = self._levels[level]
+        if anchor is not None:
+            anchor.moved_at = step
 
     def prepare(
         self, selection: Selection, reducer: Reducer, routes: Sequence[Route]
@@ -238,8 +281,7 @@ class Anchors:
         return twin
 
     def _mixing(self, level: int, selection: Selection, reducer: Reducer) -> Mixing:
-        mixer, anchor = self._parts[level].mixer, self._levels[level]
-        assert mixer is not None
+        mixer, anchor = self._parts[level].mixer or Assign(), self._levels[level]
         assert anchor is not None
         mixing = self._mixings[level]
         if mixing is None:

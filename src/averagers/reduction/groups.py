@@ -226,10 +226,12 @@ class Groups:
         group.timeout_s = self._timeout_s(process_group, timeout_s)
         return group
 
-    def has(self, process_group: Any, ranks: tuple[int, ...], *, timeout_s: float | None) -> bool:
+    def has(
+        self, process_group: Any, ranks: tuple[int, ...], *, timeout_s: float | None, purpose: str = "rounds"
+    ) -> bool:
         """Tell whether ``open`` would find such a group on this rank."""
         self._forget_destroyed()
-        return ("rounds", *self._key(process_group, ranks, timeout_s)) in self._by_key
+        return (purpose, *self._key(process_group, ranks, timeout_s)) in self._by_key
 
     def open(
         self,
@@ -252,7 +254,7 @@ class Groups:
         """
         key = (purpose, *self._key(process_group, ranks, timeout_s))
         if anew is not None:
-            name = f"{blake2b(repr(ranks).encode(), digest_size=12).hexdigest()}/{anew}"
+            name = f"{blake2b(repr((purpose, ranks)).encode(), digest_size=12).hexdigest()}/{anew}"
             if key not in self._by_key or self._by_key[key].name != name:
                 timeout_s = self._timeout_s(process_group, timeout_s)
                 lanes = self._new_lanes(process_group, ranks, timeout_s, name)

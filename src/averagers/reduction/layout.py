@@ -27,6 +27,11 @@ class Kind:
     itemsize: int
     is_aside: bool = False
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether a codec may write displacements of such tensors: float32 holds them."""
+        return self.itemsize <= 4 and not self.is_aside
+
 
 class Slot(NamedTuple):
     """Elements ``start`` to ``stop`` of one tensor, and where they begin in the bucket."""
@@ -47,6 +52,11 @@ class Bucket:
     kind: Kind
     slots: tuple[Slot, ...]
     num_elements: int
+
+    def parts_of(self, flat: Sequence[Any]) -> list[Any]:
+        """Return what the bucket has of flat tensors, one for each of the plan; nothing of those that are None."""
+        parts = ((flat[slot.tensor], slot) for slot in self.slots)
+        return [one[slot.start : slot.stop] for one, slot in parts if one is not None]
 
 
 def plan_buckets(sizes: Sequence[int], kinds: Sequence[Kind], *, bucket_bytes: int) -> tuple[Bucket, ...]:

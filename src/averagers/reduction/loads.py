@@ -102,13 +102,11 @@ class Load(ABC):
             slot if block.dim() == 1 else slot.view(block.shape) for slot, block in zip(slots, self.blocks, strict=True)
         ]
 
-    def _measure(self, buffer: Tensor) -> None:
-        if self.drift:
-            self.drift.add(self.blocks, self._slots(buffer))
-
     def _write(self, buffer: Tensor) -> None:
-        self._measure(buffer)
-        self.operations.copy_(self.blocks, self._slots(buffer))
+        slots = self._slots(buffer)
+        if self.drift:
+            self.drift.add(self.blocks, slots)
+        self.operations.copy_(self.blocks, slots)
 
 
 @final
@@ -148,11 +146,9 @@ class Displacements(Load):
 
     Attributes:
         anchor: Flat tensors of the bucket's elements, in its order; moved to the mean, and the values with it.
-        means: Where to put the mean displacement instead; empty to move the anchor.
     """
 
     anchor: list[Tensor]
-    means: list[Tensor]
 
     @property
     def dtype(self) -> Any:
@@ -170,16 +166,11 @@ class Displacements(Load):
         self.operations.add_(self._anchored(buffer), self.anchor, alpha=-1.0)
 
     def unpack(self, buffer: Tensor) -> None:
-        """Move the anchor by what ``buffer`` holds, and the values to the anchor; or keep it for what moves them."""
+        """Move the anchor by what ``buffer`` holds, and the values to the anchor."""
         slots = self._anchored(buffer)
-        if self.means:
-            self.operations.copy_(self.means, slots)
         self.operations.add_(slots, self.anchor, alpha=1.0)
-        if self.means:
-            self._measure(buffer)
-        else:
-            self.operations.copy_(self.anchor, slots)
-            self._write(buffer)
+        self.operations.copy_(self.anchor, slots)
+        self._write(buffer)
 
     def _anchored(self, buffer: Tensor) -> list[Tensor]:
         return list(buffer[: self.num_elements].split([one.numel() for one in self.anchor]))

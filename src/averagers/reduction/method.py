@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from averagers.errors import InvalidValueError
-from averagers.reduction.codecs import Codec, TopK
+from averagers.reduction.codecs import Cast, Codec, TopK
+from averagers.reduction.coded import CodedExchange, Encoder, SparseGather
+from averagers.reduction.interface import Tensor, TensorOperations
+from averagers.reduction.layout import Kind
 from averagers.reduction.rules import Rule
+from averagers.reduction.transfers import AllReduceMean, Exchange, Shares, Transfer, TwoLevelMean
 
 
 @final
@@ -43,6 +47,40 @@ class Method:
     def has_anchor(self) -> bool:
         """Whether values are counted from those of the last round."""
         return self.codec is not None or (self.rule is not None and self.rule.needs_anchor)
+
+    def transfer(
+        self,
+        kind: Kind,
+        *,
+        is_displaced: bool,
+        shares: Shares,
+        num_legs: int,
+        residuals: Mapping[str, Tensor],
+        operations: TensorOperations,
+    ) -> Transfer:
+        """Return what happens to a bucket.
+
+        Args:
+            kind: Of its tensors.
+            is_displaced: It holds displacements from an anchor, in float32 at least.
+            shares: How much each rank counts.
+            num_legs: Of the route.
+            residuals: What the codec left out so far, by place.
+            operations: Of the framework.
+        """
+        is_sixteen_bit = kind.dtype in operations.sixteen_bit
+        codec = self.codec if is_displaced and kind.is_coded else None
+        if codec is None and is_displaced and is_sixteen_bit:
+            codec = Cast(kind.dtype)  # the tensors' own bytes
+        if isinstance(codec, TopK):
+            return SparseGather(Encoder(codec, residuals), shares, num_legs)
+        if codec is not None:
+            return CodedExchange(Encoder(codec, residuals), shares, self.rule, num_legs)
+        if self.rule is not None:
+            return Exchange(shares, self.rule if is_displaced else self.rule.without_anchor)
+        if num_legs > 1:
+            return TwoLevelMean(shares)
+        return Exchange(shares) if is_sixteen_bit else AllReduceMean(shares)
 
     def check_weights(self, weights: Sequence[float]) -> None:
         """Raise unless ranks of these weights have a mean.

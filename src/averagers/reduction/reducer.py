@@ -12,14 +12,13 @@ from typing import Any, final
 
 from averagers.errors import InvalidValueError
 from averagers.reduction.anchor import Anchor
-from averagers.reduction.codecs import Cast, Codec, TopK
-from averagers.reduction.coded import CodedExchange, Encoder, SparseGather, residual_sizes
+from averagers.reduction.codecs import Codec
+from averagers.reduction.coded import residual_sizes
 from averagers.reduction.groups import Group, Route
 from averagers.reduction.interface import Lane, Record, Tensor, TensorOperations, Work
 from averagers.reduction.layout import Bucket, Kind, plan_buckets
 from averagers.reduction.loads import Buffers, Displacements, DriftMeter, Load, Weights
 from averagers.reduction.method import Method
-from averagers.reduction.rules import Rule
 from averagers.reduction.selection import (
     Listing,
     Selected,
@@ -31,7 +30,7 @@ from averagers.reduction.selection import (
     select_tensors,
     shaped_like,
 )
-from averagers.reduction.transfers import AllReduceMean, Broadcast, Exchange, Shares, Transfer, TwoLevelMean
+from averagers.reduction.transfers import Broadcast, Shares, Transfer
 
 # Between nodes smaller buckets: the link is busy sooner, and idle later.
 _CUT_BETWEEN_NODES = 4
@@ -123,6 +122,18 @@ class Selection:
 
 
 @final
+@dataclass(frozen=True)
+class Staged:
+    """A copy of what travels, so that the tensors may change meanwhile.
+
+    Attributes:
+        values: Flat and in memory order, one of each tensor.
+    """
+
+    values: list[Tensor]
+
+
+@final
 class Reducer:
     """Averages dense tensors in buckets, in place.
 
@@ -170,7 +181,7 @@ class Reducer:
         measure_drift: bool,
         weights: Sequence[float],
         anchor: Anchor | None = None,
-        displacements: Sequence[Tensor | None] | None = None,
+        staged: Staged | None = None,
     ) -> Reduced:
         """Replace every selected tensor by its mean over the route's group, in place.
 
@@ -181,65 +192,53 @@ class Reducer:
             measure_drift: Whether to measure the distance from the mean.
             weights: Of the ranks of the route's group.
             anchor: What they are displaced from; moved to the mean. None to average the weights themselves.
-            displacements: Where to put the mean of what the anchor is of, minus the anchor, in its place: neither
-                anchor nor weights are written then.
+            staged: Of the same tensors: averaged in their place, so that neither they nor the anchor change.
         """
         drift = DriftMeter(self.operations) if measure_drift else None
         shares = _shares(weights, route)
         cut = _CUT_BETWEEN_NODES if len(route.legs) > 1 else 1
-        if anchor is not None:
-            # A state that was loaded may lie on another device.
-            anchor.values = [
-                None if one is None else one.to(tensor.device)
-                for one, tensor in zip(anchor.values, selection.tensors, strict=True)
-            ]
-            if method.codec is not None:
-                cut = method.codec.cut
-                self.prepare_residuals(anchor, selection, route, method.codec)
+        if anchor is not None and method.codec is not None:
+            cut = method.codec.cut
+            self.prepare_residuals(anchor, selection, route, method.codec)
 
         def journey_of(index: int, bucket: Bucket) -> tuple[Load, Transfer]:
-            values = [] if anchor is None else [anchor.values[slot.tensor] for slot in bucket.slots]
-            slots = [
-                one[slot.start : slot.stop] for one, slot in zip(values, bucket.slots, strict=False) if one is not None
-            ]
-            if not slots:
-                weights = self._weights(bucket, selection, drift)
-                rule = None if method.rule is None else method.rule.without_anchor
-                return weights, self._transfer_of_wide(weights.dtype, shares, rule, route)
-            blocks = self._blocks(bucket, selection)
-            means = [] if displacements is None else [displacements[slot.tensor] for slot in bucket.slots]
-            load = Displacements(
-                blocks,
-                bucket.num_elements,
-                drift,
-                self.operations,
-                slots,
-                [
-                    one[slot.start : slot.stop]
-                    for one, slot in zip(means, bucket.slots, strict=False)
-                    if one is not None
-                ],
+            load = self._load(bucket, selection, anchor, staged, drift)
+            transfer = method.transfer(
+                bucket.kind,
+                is_displaced=anchor is not None and anchor.values[bucket.slots[0].tensor] is not None,
+                shares=shares,
+                num_legs=len(route.legs),
+                residuals=anchor.residuals[index] if anchor and anchor.residuals else {},
+                operations=self.operations,
             )
-            codec = method.codec if _is_coded(bucket) else None
-            codec = codec or self._native_codec(bucket.kind.dtype)
-            if codec is None:
-                return load, self._transfer_of_wide(load.dtype, shares, method.rule, route)
-            encoder = Encoder(codec, anchor.residuals[index] if anchor and anchor.residuals else {})
-            if isinstance(codec, TopK):
-                return load, SparseGather(encoder, shares, len(route.legs))
-            return load, CodedExchange(encoder, shares, method.rule, len(route.legs))
+            return load, transfer
 
-        wire_bytes = self._transfer(selection, route, journey_of, cut=cut)
+        written = selection.sharded if staged is None else []
+        wire_bytes = self._transfer(selection, route, journey_of, written=written, cut=cut)
         if drift is None:
             return Reduced(wire_bytes, None)
         return Reduced(wire_bytes, math.sqrt(route.group.total(drift.total) / route.group.size))
+
+    def stage(self, selection: Selection, anchor: Anchor | None) -> Staged:
+        """Return a copy of what travels: displacements from the anchor where there is one, else the values."""
+        values = anchor.values if anchor is not None else [None] * len(selection.tensors)
+        with self.operations.plain_memory():
+            return Staged([self._staged(tensor, one) for tensor, one in zip(selection.tensors, values, strict=True)])
+
+    def _staged(self, tensor: Tensor, anchor: Tensor | None) -> Tensor:
+        view = self._in_memory_order(tensor)
+        dtype = view.dtype if anchor is None else anchor.dtype
+        flat = self.operations.new_bytes(view.numel() * dtype.itemsize, view.device).view(dtype)
+        flat.view(view.shape).copy_(view)
+        return flat if anchor is None else flat.sub_(anchor)
 
     def broadcast_(self, selection: Selection, group: Group) -> None:
         """Replace every selected tensor by that of the group's first rank, in place."""
         self._transfer(
             selection,
             Route(group, (group,)),
-            lambda index, bucket: (self._weights(bucket, selection, None), Broadcast()),
+            lambda index, bucket: (self._load(bucket, selection, None, None, None), Broadcast()),
+            written=selection.sharded,
         )
 
     def copy_anchored(self, selection: Selection, held: list[Tensor | None], *, with_float64: bool) -> bool:
@@ -258,13 +257,31 @@ class Reducer:
                     one.view(view.shape).copy_(view)
         return is_new
 
-    def land_(self, selection: Selection, targets: Sequence[Tensor | None], *, keep: float) -> None:
-        """Write ``keep`` of each tensor and the rest of its target, in place."""
+    def land_(
+        self,
+        selection: Selection,
+        targets: Sequence[Tensor | None],
+        *,
+        keep: float,
+        sent: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Write ``keep`` of each tensor and the rest of its target, in place; or the target and the way since ``sent``.
+
+        Args:
+            selection: The tensors.
+            targets: Flat and in memory order; None to leave a tensor alone.
+            keep: From 0 to 1.
+            sent: What `snapshot` returned.
+        """
         with self.operations.plain_memory():
-            for tensor, target in zip(selection.tensors, targets, strict=True):
-                if target is not None:
-                    view = self._in_memory_order(tensor)
-                    shaped = target.view(view.shape)
+            for index, (tensor, target) in enumerate(zip(selection.tensors, targets, strict=True)):
+                if target is None:
+                    continue
+                view = self._in_memory_order(tensor)
+                shaped = target.view(view.shape)
+                if sent is not None:
+                    view.copy_((view - sent[index]).to(target.dtype).add_(shaped))
+                else:
                     view.copy_(shaped if not keep else (view.to(target.dtype) - shaped).mul_(keep).add_(shaped))
             self.operations.mark_written(selection.sharded)
 
@@ -277,11 +294,6 @@ class Reducer:
                 if one is not None
             ]
 
-    def new_displacements(self, anchor: Anchor) -> list[Tensor | None]:
-        """Return memory for displacements from ``anchor``."""
-        with self.operations.plain_memory():
-            return [None if one is None else one.new_empty(one.shape) for one in anchor.values]
-
     def _new_wide(self, length: int, kind: Kind) -> Tensor:
         dtype = kind.dtype if kind.itemsize > 4 else self.operations.float32
         return self.operations.new_bytes(dtype.itemsize * length, kind.device).view(dtype)
@@ -291,7 +303,9 @@ class Reducer:
         sizes = [leg.size for leg in route.legs]
         plan = f"{self.bucket_bytes} bytes, {sizes} ranks, {codec}"
         buckets = selection.layout.buckets(codec.cut)
-        lengths = [residual_sizes(codec, bucket.num_elements, sizes) if _is_coded(bucket) else {} for bucket in buckets]
+        lengths = [
+            residual_sizes(codec, bucket.num_elements, sizes) if bucket.kind.is_coded else {} for bucket in buckets
+        ]
         held = [{place: one.numel() for place, one in residuals.items()} for residuals in anchor.residuals]
         with self.operations.plain_memory():
             if anchor.plan != plan or held != lengths:
@@ -352,6 +366,7 @@ class Reducer:
         route: Route,
         journey_of: Callable[[int, Bucket], tuple[Load, Transfer]],
         *,
+        written: Sequence[Tensor],
         cut: int = 1,
     ) -> int:
         """Run every bucket through its transfer, and return the bytes that this rank sent."""
@@ -368,7 +383,7 @@ class Reducer:
         with self.operations.plain_memory():
             # Where this fails, collectives under way may write into the buffers that are not idle: they are let go.
             _run_pipeline(runs(), route.group.mark_arrival)
-            self.operations.mark_written(selection.sharded)
+            self.operations.mark_written(written)
         return round(wire_bytes)
 
     def _steps(self, transfer: Transfer, load: Load, lanes: Sequence[Lane]) -> Generator[Work, None, None]:
@@ -377,35 +392,28 @@ class Reducer:
         yield from transfer.run(load, lanes, buffers)
         self._idle_buffers.append(buffers)
 
-    def _weights(self, bucket: Bucket, selection: Selection, drift: DriftMeter | None) -> Weights:
-        """Bind a bucket to the tensors as they are now."""
-        is_alone = bucket.slots[0].tensor not in selection.layout.shared_memory
-        blocks = self._blocks(bucket, selection)
-        return Weights(blocks, bucket.num_elements, drift, self.operations, is_alone)
-
-    def _blocks(self, bucket: Bucket, selection: Selection) -> list[Tensor]:
+    def _load(
+        self,
+        bucket: Bucket,
+        selection: Selection,
+        anchor: Anchor | None,
+        staged: Staged | None,
+        drift: DriftMeter | None,
+    ) -> Load:
+        """Bind a bucket to the tensors as they are now, or to what was staged of them."""
+        if staged is not None:
+            return Weights(bucket.parts_of(staged.values), bucket.num_elements, drift, self.operations, True)
         blocks: list[Tensor] = []
         for slot in bucket.slots:
             blocks.extend(elements(self._in_memory_order(selection.tensors[slot.tensor]), slot.start, slot.stop))
-        return blocks
+        held = bucket.parts_of(anchor.values) if anchor is not None else []
+        if held:
+            return Displacements(blocks, bucket.num_elements, drift, self.operations, held)
+        is_alone = bucket.slots[0].tensor not in selection.layout.shared_memory
+        return Weights(blocks, bucket.num_elements, drift, self.operations, is_alone)
 
     def _in_memory_order(self, tensor: Tensor) -> Tensor:
         return in_memory_order(self.operations.reals(tensor))
-
-    def _native_codec(self, dtype: Any) -> Codec | None:
-        """Return what keeps displacements of ``dtype`` at its own bytes, where they are computed in float32."""
-        return Cast(dtype) if dtype in self.operations.sixteen_bit else None
-
-    def _transfer_of_wide(self, dtype: Any, shares: Shares, rule: Rule | None, route: Route) -> Transfer:
-        if rule is not None:
-            return Exchange(shares, rule)
-        if len(route.legs) > 1:
-            return TwoLevelMean(shares)
-        return Exchange(shares) if dtype in self.operations.sixteen_bit else AllReduceMean(shares)
-
-
-def _is_coded(bucket: Bucket) -> bool:
-    return bucket.kind.itemsize <= 4 and not bucket.kind.is_aside
 
 
 def _shares(weights: Sequence[float], route: Route) -> Shares:

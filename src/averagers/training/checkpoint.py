@@ -63,6 +63,11 @@ class DistributedState(Stateful):
                 "averager must be a PeriodicModelAverager or HierarchicalModelAverager of averagers, or what attach "
                 f"returned, got {type(source).__name__}"
             )
+        if source.has_overlap:
+            raise InvalidValueError(
+                "averager has overlap, and a distributed checkpoint does not hold rounds under way: save its "
+                "state_dict() on each rank"
+            )
         self._averager = source
         named = list(named_params) if isinstance(named_params, Iterator) else named_params
         self._params: Callable[[], Any] = getattr(averager, "params", lambda: named)
