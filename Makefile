@@ -9,7 +9,7 @@ RUN_PINS := requirements/runtime.txt requirements/plot.txt requirements/tensorpl
 DEV_PINS := requirements/dev.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-tensorplay test check bench bench-network clean
+.PHONY: help demo demo-tensorplay test check bench bench-network experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,11 @@ bench-network: $(VENV)/.run ## measure rounds and training over slow links betwe
 	@$(BIN)/python benchmarks/network.py $(ARGS)
 	@$(BIN)/python benchmarks/network.py --overlap
 	@$(BIN)/python benchmarks/network.py --training
+
+experiments: $(VENV)/.run ## measure what the methods are worth, each claim by a script (about 20 minutes)
+	@failed=; for script in post_local quadratic_rule hierarchy error_feedback diloco streaming; do \
+		OMP_NUM_THREADS=1 $(BIN)/python benchmarks/quality/$$script.py || failed="$$failed $$script"; \
+	done; test -z "$$failed" || { echo "claims that do not hold:$$failed"; exit 1; }
 
 clean: ## remove .venv and all that the other targets wrote, but no benchmark results
 	@rm -rf $(VENV) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
