@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from averagers.reduction.rules import Median as Median
     from averagers.reduction.rules import Rule as Rule
     from averagers.reduction.rules import TrimmedMean as TrimmedMean
+    from averagers.replicas import ReplicaGroup as ReplicaGroup
+    from averagers.replicas import run_replicas as run_replicas
     from averagers.schedule import Adaptive as Adaptive
     from averagers.schedule import Every as Every
     from averagers.schedule import EverySeconds as EverySeconds
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from averagers.training.ddp import post_local_sgd_hook as post_local_sgd_hook
     from averagers.training.optimizer import ModelAveragingOptimizer as ModelAveragingOptimizer
     from averagers.training.optimizer import PostLocalSGDOptimizer as PostLocalSGDOptimizer
+    from averagers.training.post_local import PostLocalSGD as PostLocalSGD
 
 _MODULE_OF = {
     "HierarchicalModelAverager": "averager",
@@ -102,6 +105,8 @@ _MODULE_OF = {
     "Median": "reduction.rules",
     "Rule": "reduction.rules",
     "TrimmedMean": "reduction.rules",
+    "ReplicaGroup": "replicas",
+    "run_replicas": "replicas",
     "Adaptive": "schedule",
     "Every": "schedule",
     "EverySeconds": "schedule",
@@ -117,6 +122,7 @@ _MODULE_OF = {
     "post_local_sgd_hook": "training.ddp",
     "ModelAveragingOptimizer": "training.optimizer",
     "PostLocalSGDOptimizer": "training.optimizer",
+    "PostLocalSGD": "training.post_local",
 }
 
 __all__ = [*_MODULE_OF, "__version__"]  # noqa: PLE0604 - all of them are str

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from averagers.errors import InvalidTypeError, InvalidValueError, StateDictError
 
@@ -192,22 +192,40 @@ def per_level(name: str, value: object, periods: Sequence[int], kind: type[_Kind
     return tuple(by_period.get(period) for period in periods)
 
 
-def check_averager_state(
-    state_dict: object, configuration: Mapping[str, Any], num_levels: int
-) -> tuple[int, set[int], list[float | None]]:
-    """Return the step, the positions of once trainable parameters, and the weights that an averager's state dict holds.
+class AveragerState(NamedTuple):
+    """What an averager's state dict says beside its anchors.
+
+    Attributes:
+        step: The step.
+        once_trainable: Positions of parameters that were ever trainable.
+        weights: Of this rank, since the last round of each unit; None where none was given.
+        num_rounds: How many rounds were due.
+        num_steps_since: How many steps this rank did since the last round of each unit.
+        one_model_at: After which step, with which tensors, a round of all ranks left one model.
+    """
+
+    step: int
+    once_trainable: frozenset[int]
+    weights: tuple[float | None, ...]
+    num_rounds: int
+    num_steps_since: tuple[int, ...]
+    one_model_at: tuple[int, bytes] | None
+
+
+def check_averager_state(state_dict: object, configuration: Mapping[str, Any], num_units: int) -> AveragerState:
+    """Return what an averager's state dict says beside its anchors.
 
     Args:
         state_dict: What an averager's ``state_dict()`` returned, or should have.
         configuration: Of the averager that loads it.
-        num_levels: Of that averager.
+        num_units: How many fragments its levels have in all.
 
     Raises:
         StateDictError: an entry is missing or wrong, or the configuration is another one.
     """
     if not isinstance(state_dict, Mapping):
         raise StateDictError(f"state_dict must be what state_dict() returned, got {type(state_dict).__name__}")
-    missing = {"step", "configuration", "once_trainable", "weights"} - set(state_dict)
+    missing = {"configuration", *AveragerState._fields} - set(state_dict)
     if missing:
         raise StateDictError(f"state_dict lacks {sorted(missing)}: give what state_dict() returned")
     saved = state_dict["configuration"]
@@ -220,11 +238,23 @@ def check_averager_state(
                 f"{name}={configuration.get(name)}: build it with the same, or set only its step"
             )
     try:
-        step = check_whole_number("step in state_dict", state_dict["step"], minimum=0)
-        positions = [check_whole_number("a position", one, minimum=0) for one in state_dict["once_trainable"]]
-        weights = [None if weight is None else check_weight(weight) for weight in state_dict["weights"]]
-        if len(weights) != num_levels:
-            raise InvalidValueError(f"there must be a weight for each of {num_levels} levels, got {weights}")
+        state = AveragerState(
+            check_whole_number("step in state_dict", state_dict["step"], minimum=0),
+            frozenset(check_whole_number("a position", one, minimum=0) for one in state_dict["once_trainable"]),
+            tuple(None if weight is None else check_weight(weight) for weight in state_dict["weights"]),
+            check_whole_number("num_rounds", state_dict["num_rounds"], minimum=0),
+            tuple(check_whole_number("num_steps_since", one, minimum=0) for one in state_dict["num_steps_since"]),
+            _one_model(state_dict["one_model_at"]),
+        )
+        if len(state.weights) != num_units or len(state.num_steps_since) != num_units:
+            raise InvalidValueError(f"there must be a weight and a number of steps for each of {num_units} units")
     except (TypeError, ValueError) as error:
         raise StateDictError(f"state_dict is damaged: {error}") from None
-    return step, set(positions), weights
+    return state
+
+
+def _one_model(saved: Any) -> tuple[int, bytes] | None:
+    if saved is None:
+        return None
+    step, digest = saved
+    return check_whole_number("one_model_at", step, minimum=0), bytes.fromhex(digest)

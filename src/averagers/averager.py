@@ -16,12 +16,13 @@ from averagers.errors import InvalidTypeError, InvalidValueError
 from averagers.events import Observer
 from averagers.hierarchy import Hierarchy
 from averagers.mixing.anchors import Parts
+from averagers.mixing.fragments import Fragments
 from averagers.mixing.mixers import Mixer
 from averagers.mixing.overlap import Overlap
 from averagers.reduction.codecs import Codec
 from averagers.reduction.method import Method
 from averagers.reduction.rules import Rule
-from averagers.schedule import Every, Hierarchical, Schedule
+from averagers.schedule import Adaptive, Every, Hierarchical, Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,6 +66,8 @@ class PeriodicModelAverager(ScheduledAverager):
         mixer: What the mean does to the weights, such as ``Nesterov()`` for DiLoCo; None to take their place. The
             first round takes their place whatever the mixer, and makes the anchor that later rounds move.
         overlap: When the mean lands, such as ``Delayed(steps=5)`` to train on meanwhile; None for at once.
+        fragments: Into how many parts the model is cut, tensors in turn, or lists of the names of each part's
+            parameters or modules. Each part has its own place in the period, so that the peak of traffic is a part's.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -98,10 +101,16 @@ class PeriodicModelAverager(ScheduledAverager):
         rule: Rule | None = None,
         mixer: Mixer | None = None,
         overlap: Overlap | None = None,
+        fragments: int | Sequence[Sequence[str]] | None = None,
     ) -> None:
         chosen = _schedule(period, warmup_steps, schedule)
         if isinstance(chosen, Every):
             _warn_of_period_one(chosen.period)
+        if isinstance(chosen, Adaptive) and overlap is not None:
+            raise InvalidValueError(
+                f"schedule=Adaptive cannot work with overlap={overlap!r}, under which rounds cost next to nothing: "
+                "give a period, or EverySeconds"
+            )
         super().__init__(
             process_group,
             chosen,
@@ -112,7 +121,7 @@ class PeriodicModelAverager(ScheduledAverager):
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
-            parts=_parts([chosen.period if isinstance(chosen, Every) else 0], codec, rule, mixer, overlap),
+            parts=_parts([chosen.period if isinstance(chosen, Every) else 0], codec, rule, mixer, overlap, fragments),
         )
 
     @property
@@ -159,6 +168,9 @@ class HierarchicalModelAverager(ScheduledAverager):
             makes the anchor that its later rounds move.
         overlap: When the mean lands, such as ``Delayed(steps=5)`` to train on meanwhile, for every level or by period;
             None for at once.
+        fragments: Into how many parts the model is cut, tensors in turn, or lists of the names of each part's
+            parameters or modules, for every level or by period. Each part has its own place in the period, so that the
+            peak of traffic is a part's.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -188,8 +200,9 @@ class HierarchicalModelAverager(ScheduledAverager):
         rule: Rule | Mapping[int, Rule | None] | None = None,
         mixer: Mixer | Mapping[int, Mixer | None] | None = None,
         overlap: Overlap | Mapping[int, Overlap | None] | None = None,
+        fragments: int | Sequence[Sequence[str]] | Mapping[int, Any] | None = None,
     ) -> None:
-        groups = self._framework().groups
+        groups = self._framework_of(process_group).groups
         ranks = groups.members(groups.resolve(process_group))
         overall_size = None if ranks is None else len(ranks)
         hierarchy = Hierarchy.from_periods(period_group_size_dict, overall_size=overall_size)
@@ -210,7 +223,7 @@ class HierarchicalModelAverager(ScheduledAverager):
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
-            parts=_parts(hierarchy.periods, codec, rule, mixer, overlap),
+            parts=_parts(hierarchy.periods, codec, rule, mixer, overlap, fragments),
         )
         self._periods = hierarchy.periods
 
@@ -274,9 +287,9 @@ class SingleRounds(ScheduledAverager):
     @classmethod
     def of(cls, process_group: Any) -> SingleRounds:
         """Return the one for ``process_group``, kept until that is destroyed."""
-        handle = cls._framework().groups.resolve(process_group)
-        for stale in [known for known, rounds in cls._kept.items() if not rounds.is_usable]:
-            del cls._kept[stale]
+        handle = cls._framework_of(process_group).groups.resolve(process_group)
+        for stale in [known for known, rounds in list(cls._kept.items()) if not rounds.is_usable]:
+            cls._kept.pop(stale, None)
         if (cls, handle) not in cls._kept:
             cls._kept[cls, handle] = cls(handle)
         return cls._kept[cls, handle]
@@ -333,15 +346,31 @@ def _schedule(period: int | None, warmup_steps: int, schedule: Schedule | None) 
     return schedule
 
 
-def _parts(periods: Sequence[int], codec: object, rule: object, mixer: object, overlap: object) -> list[Parts]:
+def _parts(
+    periods: Sequence[int], codec: object, rule: object, mixer: object, overlap: object, fragments: object
+) -> list[Parts]:
+    """Return what each level does; of the levels within one in fragments, none may count from an anchor."""
     codecs: Sequence[Codec | None] = per_level("codec", codec, periods, Codec)
     rules: Sequence[Rule | None] = per_level("rule", rule, periods, Rule)
     mixers: Sequence[Mixer | None] = per_level("mixer", mixer, periods, Mixer)
     overlaps: Sequence[Overlap | None] = per_level("overlap", overlap, periods, Overlap)
-    return [
-        Parts(Method(codec, rule), mixer, overlap)
-        for codec, rule, mixer, overlap in zip(codecs, rules, mixers, overlaps, strict=True)
+    counts = [
+        Fragments.of(one, period)
+        for one, period in zip(per_level("fragments", fragments, periods, object), periods, strict=True)
     ]
+    parts = [
+        Parts(Method(codec, rule), mixer, overlap, fragments)
+        for codec, rule, mixer, overlap, fragments in zip(codecs, rules, mixers, overlaps, counts, strict=True)
+    ]
+    for level, one in enumerate(parts):
+        within = next((other for other in parts[:level] if other.has_anchor), None)
+        if one.fragments.count > 1 and within is not None:
+            raise InvalidValueError(
+                f"fragments={one.fragments.count} of a level cannot work with a codec, rule or mixer of a level within "
+                "that counts from the weights of its last round, which would be of other steps in each fragment: give "
+                "these to the outermost level alone"
+            )
+    return parts
 
 
 def _warn_of_period_one(longest_period: int) -> None:

@@ -33,7 +33,8 @@ class ModelAverager(ABC):
     """
 
     def __init__(self, process_group: Any = None) -> None:
-        self.process_group = self._framework().groups.resolve(process_group)
+        self._framework = self._framework_of(process_group)
+        self.process_group = self._framework.groups.resolve(process_group)
         self._step = 0
 
     @property
@@ -50,7 +51,13 @@ class ModelAverager(ABC):
         """Average ``params`` if a round is due, and count the step."""
 
     @classmethod
-    def _framework(cls) -> Framework:
+    def _framework_of(cls, process_group: Any) -> Framework:
+        """Return what makes groups of ``process_group``, and works on the tensors."""
+        own: Framework | None = getattr(process_group, "averagers_framework", None)
+        return cls._default_framework() if own is None else own
+
+    @classmethod
+    def _default_framework(cls) -> Framework:
         from averagers.reduction.pytorch import PYTORCH
 
         return PYTORCH
@@ -64,7 +71,8 @@ class ModelAverager(ABC):
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
-            twin.__dict__[name] = value if name == "process_group" else copy.deepcopy(value, memo)
+            is_shared = name in ("process_group", "_framework")
+            twin.__dict__[name] = value if is_shared else copy.deepcopy(value, memo)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -24,9 +24,25 @@ class RoundContent(ABC):
     def tensors(self) -> Iterable[Any]:
         """Return what ``params`` could be; called when a round begins, and to check it at the first call."""
 
+    def begin(self, *, is_last: bool) -> None:
+        """Called before ``tensors``.
+
+        Args:
+            is_last: The round ends the run.
+        """
+        return
+
     @abstractmethod
-    def landed(self) -> None:
-        """Called when the tensors hold their mean."""
+    def landed(self, *, is_kept: bool) -> None:
+        """Called when the tensors hold their mean.
+
+        Args:
+            is_kept: It stays; else ``taken_back`` is called later.
+        """
+
+    def taken_back(self) -> None:
+        """Called when the tensors hold again what they did before."""
+        return
 
 
 @final
@@ -39,8 +55,8 @@ class _Tensors(RoundContent):
     def tensors(self) -> Iterable[Any]:
         return self._params
 
-    def landed(self) -> None:
-        pass
+    def landed(self, *, is_kept: bool) -> None:
+        return
 
 
 def as_content(params: Iterable[Any] | RoundContent) -> RoundContent:

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from averagers.arguments import (
-    check_averager_state,
-    check_nodes,
-    check_seconds,
-    check_weight,
-    check_whole_number,
-)
-from averagers.base import ModelAverager
+from averagers.arguments import check_averager_state, check_weight, check_whole_number
 from averagers.content import RoundContent, as_content
-from averagers.errors import ClosedError, DisagreementError, InvalidTypeError, InvalidValueError
-from averagers.events import Announcer, Observer, RoundReport
+from averagers.errors import ClosedError, InvalidTypeError
 from averagers.hierarchy import Hierarchy
-from averagers.mixing.anchors import Anchors, Parts
-from averagers.mixing.mixers import Elastic, Mixing
+from averagers.mixing.mixers import Mixing
 from averagers.mixing.overlap import Flight
 from averagers.pace import Stopwatch
 from averagers.reduction.anchor import Anchor
-from averagers.reduction.groups import Group, Route
-from averagers.reduction.reducer import Reduced, Selection
-from averagers.safety.agreement import NO_FIGURES, Agreement, Figures, Statement, agree, format_ranks
-from averagers.safety.failure import explain_failure
-from averagers.safety.opening import Level, open_routes
+from averagers.reduction.groups import Group
+from averagers.reduction.reducer import Selection
+from averagers.rounds import RoundAverager
+from averagers.safety.agreement import Agreement, format_ranks
 from averagers.schedule import Pace, PacedSchedule, Round, Schedule
 
 
-class ScheduledAverager(ModelAverager):
+class ScheduledAverager(RoundAverager):
     """The engine: decides, agrees, averages, tells, counts. Use one of its subclasses.
 
     Args:
@@ -41,14 +30,7 @@ class ScheduledAverager(ModelAverager):
         schedule: When to average.
         hierarchy: With whom at each level; None for one level of all ranks.
         configuration: What must be equal on all ranks, and in a checkpoint that is loaded.
-        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model, for
-            16-bit floats up to twelve.
-        timeout_s: After how many seconds a round fails; None for the process group's own timeout.
-        observers: Called with each event of a round, see `averagers.events`.
-        measure_drift: Measure the replicas' distance from the mean in each round, for the observers;
-            costs a pass over the weights and one more small message.
-        nodes: The node of each rank of the process group, in its order; None to tell nodes by their host names.
-        parts: What each level does.
+        options: The rest of what `RoundAverager` takes.
     """
 
     def __init__(
@@ -57,64 +39,35 @@ class ScheduledAverager(ModelAverager):
         schedule: Schedule,
         hierarchy: Hierarchy | None,
         configuration: Mapping[str, Any],
-        *,
-        bucket_bytes: int,
-        timeout_s: float | None,
-        observers: Iterable[Observer],
-        measure_drift: bool,
-        nodes: Sequence[Hashable] | None,
-        parts: Sequence[Parts],
+        **options: Any,
     ) -> None:
-        check_whole_number("bucket_bytes", bucket_bytes, minimum=1)
-        self._timeout_s = check_seconds("timeout_s", timeout_s)
-        self._announcer = Announcer(observers)
-        if not isinstance(measure_drift, bool):
-            raise InvalidTypeError(f"measure_drift must be True or False, got {measure_drift!r}")
-        super().__init__(process_group)
+        counts = [one.fragments.count for one in options["parts"]]
         # It may note what it decides.
-        self._schedule = copy.copy(schedule)
-        self._stopwatch = Stopwatch()
-        self._hierarchy = hierarchy
-        self._descriptions = {
-            "codec": [repr(one.method.codec) for one in parts],
-            "rule": [repr(one.method.rule) for one in parts],
-            "mixer": [repr(one.mixer) for one in parts],
-            "overlap": [repr(one.overlap) for one in parts],
-        }
-        chosen = {name: str(all_) for name, all_ in self._descriptions.items() if set(all_) != {"None"}}
-        if any(one.has_residuals for one in parts):  # they are of buckets
-            chosen["bucket_bytes"] = str(bucket_bytes)
-        self._configuration = {**configuration, **schedule.configuration(), **chosen}
-        self._measure_drift = measure_drift
-        self._bucket_bytes = bucket_bytes
-        self._reducer = self._framework().new_reducer(bucket_bytes)
-        self._checked_params = False
-        self._once_trainable: set[int] = set()
-        self._refusal: str | None = None
-        self._is_closed = False
-        # This rank raised where the others began a round: their groups are broken, and so are these.
-        self._left_a_round = False
-        self._number = 0
-        # After which step, with which tensors, a round of all ranks left one model.
-        self._one_model_at: tuple[int, bytes] | None = None
-        self._read_iterator: Any = None
-        self._parts = tuple(parts)
-        self._anchors = Anchors(parts)
-        # Of this rank, since the last round of each level; None where none was given.
-        self._weights: list[float | None] = [None] * len(parts)
-        self._routes: list[Route] = []
-        # Rounds under way, in the order in which they were sent; and what carries them.
-        self._flights: list[Flight] = []
-        self._reducer_beside = self._framework().new_reducer(bucket_bytes)
-        self._routes_beside: list[Route | None] = []
-        self._ranks = self._framework().groups.members(self.process_group)
-        self._nodes = check_nodes(nodes, self._ranks)
-        self._open_groups()
+        self._schedule = copy.copy(schedule.in_fragments(counts))
+        self._num_rounds = 0
+        super().__init__(process_group, hierarchy, {**configuration, **schedule.configuration()}, **options)
 
     @property
     def warmup_steps(self) -> int:
         """How many steps come before the first round may be due."""
         return self._schedule.warmup_steps
+
+    @property
+    def step(self) -> int:
+        """How many calls of ``average_parameters`` have returned; can be set, to resume."""
+        return self._step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step = check_whole_number("step", value, minimum=0)
+        if isinstance(self._schedule, PacedSchedule):
+            # What was decided is counted from a step that may be to come.
+            self._schedule.next_step = min(self._schedule.next_step, value + self._schedule.period)
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds of the schedule were due."""
+        return self._num_rounds
 
     def average_parameters(self, params: Iterable[Any], *, weight: float | None = None) -> None:
         """Average ``params`` in place if a round is due at this step, and count the step.
@@ -142,6 +95,7 @@ class ScheduledAverager(ModelAverager):
         if self._refusal is not None:
             raise ClosedError(self._refusal)
         self._stopwatch.begin_call()
+        self._num_steps_since = [count + 1 for count in self._num_steps_since]
         weights_before = self._weights
         if weight is not None:
             seen = check_weight(weight)
@@ -150,7 +104,7 @@ class ScheduledAverager(ModelAverager):
         try:
             selection = self._land_due(params, round_) if self._flights else None
             if round_ is not None:
-                self._run_round(as_content(params), selection, round_.level, "average_parameters")
+                self._run_due(as_content(params), selection, round_)
             elif not self._checked_params:
                 self._select(as_content(params))
         except BaseException:
@@ -170,12 +124,42 @@ class ScheduledAverager(ModelAverager):
         """
         self._refuse_if_unusable()
         content = as_content(params)
+        content.begin(is_last=True)
         selection = self._select(content)
         for flight in list(self._flights):
             self._land(flight, selection)
         if not self._is_alone:
             is_one_model = self._one_model_at == (self._step, selection.listing.digest)
-            self._run_round(content, selection, self._top, "finish", is_wanted=not is_one_model)
+            for fragment in range(self._parts[self._top].fragments.count):
+                self._run_round(content, selection, self._top, "finish", fragment, is_wanted=not is_one_model)
+            self._one_model_at = (self._step, selection.listing.digest)
+
+    def join(self, params: Iterable[Any]) -> None:
+        """End a run on a rank that has run out of data, while others may still have some.
+
+        Takes part in the rounds of the others, which go on by their schedule, until all have called this; then
+        `finish`. In its first round the rank still counts for what it did since the last one, later it only receives.
+        Every rank calls this in place of ``finish``. Steps are counted on, so that all end at the same one.
+
+        Args:
+            params: As for ``average_parameters``.
+        """
+        self._refuse_if_unusable()
+        if isinstance(params, Iterator):
+            params = list(params)
+        self._has_joined = True
+        try:
+            is_going = not self._is_alone
+            while is_going:
+                round_ = self._schedule.due(self._step)
+                selection = self._land_due(params, round_) if self._flights else None
+                if round_ is not None:
+                    is_wanted = self._run_due(as_content(params), selection, round_, is_wanted=False)
+                    is_going = is_wanted or round_.level != self._top
+                self._step += 1
+            self.finish(params)
+        finally:
+            self._has_joined = False
 
     def broadcast(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Replace tensors of any dtype by those of the process group's first rank, in place.
@@ -219,6 +203,7 @@ class ScheduledAverager(ModelAverager):
             yield
         finally:
             self._reducer.restore_(selection, snapshot)
+            content.taken_back()
 
     def close(self) -> None:
         """Release the process groups and buffers; the averager cannot be used any more."""
@@ -234,6 +219,9 @@ class ScheduledAverager(ModelAverager):
             "configuration": dict(self._configuration),
             "once_trainable": sorted(self._once_trainable),
             "weights": list(self._weights),
+            "num_rounds": self._num_rounds,
+            "num_steps_since": list(self._num_steps_since),
+            "one_model_at": self._one_model_at and [self._one_model_at[0], self._one_model_at[1].hex()],
             **({"schedule": self._schedule.state_dict()} if isinstance(self._schedule, PacedSchedule) else {}),
             "flights": self._flight_states(),
             **self._anchors.state_dict(),
@@ -243,11 +231,6 @@ class ScheduledAverager(ModelAverager):
         for flight in self._flights:
             self._ended(flight)
         return [flight.state_dict() for flight in self._flights]
-
-    @property
-    def has_overlap(self) -> bool:
-        """Whether rounds may be under way between calls."""
-        return any(parts.delayed is not None for parts in self._parts)
 
     def anchors_of(
         self, params: Iterable[Any]
@@ -277,9 +260,9 @@ class ScheduledAverager(ModelAverager):
         """
         if self._is_closed:
             self._refuse_if_unusable()
-        step, once_trainable, weights = check_averager_state(state_dict, self._configuration, len(self._parts))
+        state = check_averager_state(state_dict, self._configuration, len(self._units))
         anchors = self._anchors.loaded(state_dict)
-        flights = [Flight.loaded(flight, len(self._parts)) for flight in state_dict.get("flights", ())]
+        flights = Flight.all_loaded(state_dict.get("flights"), len(self._units))
         if isinstance(self._schedule, PacedSchedule):
             self._schedule.load_state_dict(state_dict.get("schedule", {}))
         if self._refusal is not None or self._left_a_round:
@@ -288,11 +271,13 @@ class ScheduledAverager(ModelAverager):
             self._open_groups()
             self._refusal = None
             self._left_a_round = False
-        self._one_model_at = None
+        self._one_model_at = state.one_model_at
         self._anchors = anchors
-        self._step = step
-        self._once_trainable = once_trainable
-        self._weights = weights
+        self._step = state.step
+        self._once_trainable = set(state.once_trainable)
+        self._weights = list(state.weights)
+        self._num_rounds = state.num_rounds
+        self._num_steps_since = list(state.num_steps_since)
         for flight in self._flights:
             flight.join()
         self._flights = flights
@@ -309,7 +294,7 @@ class ScheduledAverager(ModelAverager):
                 "groups of their own: build a new one, and load state_dict() into it"
             )
         twin = super().__copy__()
-        twin._reducer = self._framework().new_reducer(self._bucket_bytes)
+        twin._reducer = self._framework.new_reducer(self._bucket_bytes)
         twin._once_trainable = set(self._once_trainable)
         twin._anchors = self._anchors.copy()
         twin._weights = list(self._weights)
@@ -317,7 +302,7 @@ class ScheduledAverager(ModelAverager):
         twin._stopwatch = Stopwatch()
         twin._routes = list(self._routes)
         for group in twin._opened_groups():
-            self._framework().groups.share(group)
+            self._framework.groups.share(group)
         return twin
 
     def __repr__(self) -> str:
@@ -325,158 +310,27 @@ class ScheduledAverager(ModelAverager):
         ranks = "no ranks (this one is outside)" if self._ranks is None else format_ranks(self._ranks)
         return f"{type(self).__name__}({', '.join(settings)}, step={self._step}, {ranks})"
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether rounds are possible: not closed, no round failed, no process group destroyed."""
-        groups = self._framework().groups
-        return self._refusal is None and all(groups.is_alive(group) for group in self._opened_groups())
-
-    @property
-    def _top(self) -> int:
-        return len(self._routes) - 1
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether there is nobody to average with: outside the process group, or the only one in it."""
-        return not self._routes or self._routes[-1].group.size == 1
-
-    def _select(self, content: RoundContent) -> Selection:
-        tensors = content.tensors()
-        if isinstance(tensors, Iterator):
-            if tensors is self._read_iterator:
-                raise InvalidValueError(
-                    "params is an iterator that was read to its end at the first call, and is empty now: call "
-                    "model.parameters() each time, or give a list"
-                )
-            self._read_iterator = tensors
-        selection = self._reducer.select(tensors, self._once_trainable)
-        for parts in self._parts:
-            parts.check_selection(selection)
-        self._checked_params = True
-        return selection
-
-    def _run_round(
-        self,
-        content: RoundContent,
-        selection: Selection | None,
-        level: int,
-        call: str,
-        *,
-        is_wanted: bool = True,
-    ) -> None:
-        """Average ``content`` in the group of ``level``, if one of its ranks wants it."""
-        route = self._routes[level] if self._routes else None
-        if route is None or route.group.size == 1:
-            if not self._checked_params:
-                self._select(content)
-            return
-        try:
+    def _run_due(
+        self, content: RoundContent, selection: Selection | None, round_: Round, *, is_wanted: bool = True
+    ) -> bool:
+        """Run a round of the schedule, after the one within that is due with it; return if any rank wants it."""
+        if round_.within is not None:
             selection = selection or self._select(content)
-            self._reducer.check(selection, route.group)
-            self._anchors.check_order(selection)
-        except Exception:
-            self._left_a_round = True
-            raise
-        # What `averaged` shows is taken back: it is no round that displacements could be counted from.
-        is_kept = call != "averaged"
-        parts = self._parts[level]
-        anchor = self._anchors.of(level, selection) if is_kept else None
-        weight = self._weights[level]
-        is_later = (
-            call == "average_parameters" and parts.delayed is not None and parts.has_anchor == (anchor is not None)
+            self._run_due(content, selection, round_.within, is_wanted=is_wanted)
+        content.begin(is_last=False)
+        is_wanted = self._run_round(
+            content, selection, round_.level, "average_parameters", round_.fragment, is_wanted=is_wanted
         )
-        is_pulled = anchor is not None and isinstance(parts.mixer, Elastic)
-        facts = {"weight": "not given" if weight is None else "given"}
-        if anchor is not None:
-            facts["the anchor's round"] = str(anchor.moved_at)
-            if parts.mixer is not None and parts.mixer.needs_lr:
-                facts["the learning rate"] = ", ".join(map(str, dict.fromkeys(parts.lrs(selection))))
-        figures = Figures(1.0 if weight is None else weight, self._stopwatch.take_step_s(), self._stopwatch.round_s)
-        with self._together(route.group, level, call, selection, facts, int(is_wanted), figures) as (report, agreement):
-            if agreement.wish:
-                report.started(len(selection.tensors), selection.listing.num_elements)
-                if is_later:
-                    self._send(level, selection, anchor, agreement, report)
-                else:
-                    began = time.perf_counter()
-                    reduced = self._average_now(level, selection, anchor, agreement, is_last=call == "finish")
-                    if is_kept:
-                        self._anchors.take(
-                            level, selection, self._reducer, step=self._step, is_moved=anchor is not None
-                        )
-                    content.landed()
-                    self._stopwatch.round_s = time.perf_counter() - began
-                    report.finished(reduced.wire_bytes, reduced.drift)
-                if is_kept:
-                    self._weights[: level + 1] = [None] * (level + 1)
-                if call == "average_parameters":
-                    self._after_round(level, selection, agreement, is_one_model=not is_later and not is_pulled)
-        if is_later and self._flights[-1].land_at == self._step:
-            self._land(self._flights[-1], selection)
-
-    def _average_now(
-        self, level: int, selection: Selection, anchor: Anchor | None, agreement: Agreement, *, is_last: bool
-    ) -> Reduced:
-        """Average, and let the mean, or what the mixer makes of it, take the weights' place."""
-        parts, route = self._parts[level], self._routes[level]
-        staged = self._reducer.stage(selection, anchor) if anchor is not None and parts.mixer is not None else None
-        reduced = self._reducer.average_(
-            selection,
-            route,
-            parts.method,
-            measure_drift=self._measure_drift,
-            weights=agreement.weights,
-            anchor=anchor,
-            staged=staged,
-        )
-        if staged is not None:
-            targets = self._anchors.mix_(
-                level, selection, self._reducer, staged.values, num_ranks=route.group.size, is_last=is_last
-            )
-            self._reducer.land_(selection, targets, keep=0.0)
-        return reduced
-
-    def _send(
-        self, level: int, selection: Selection, anchor: Anchor | None, agreement: Agreement, report: RoundReport
-    ) -> None:
-        """Begin a round that goes on while this thread does."""
-        parts, route = self._parts[level], self._routes_beside[level]
-        assert parts.delayed is not None
-        assert route is not None
-        staged = self._reducer.stage(selection, anchor)
-        flight = Flight(
-            level,
-            sent_at=self._step,
-            land_at=self._step + parts.delayed.steps,
-            digest=selection.listing.digest_without_names,
-            staged=staged,
-            sent=self._reducer.snapshot(selection) if parts.delayed.carry else None,
-            route=route,
-            report=report,
-        )
-
-        def work() -> Reduced:
-            # Tells who came, should this round fail.
-            route.group.open_round("q", flight.sent_at)
-            return self._reducer_beside.average_(
-                selection,
-                route,
-                parts.method,
-                measure_drift=self._measure_drift,
-                weights=agreement.weights,
-                anchor=anchor,
-                staged=staged,
-            )
-
-        flight.begin(work, after=self._flights[-1] if self._flights else None)
-        self._flights.append(flight)
+        # Also where nobody wanted it, so that all ranks count the same.
+        self._num_rounds += 1
+        return is_wanted
 
     def _land_due(self, params: Iterable[Any], round_: Round | None) -> Selection | None:
         """Land what is due, and what must not be under way while ``round_`` is; return what was selected for it."""
         due = [
             flight
             for flight in self._flights
-            if flight.land_at <= self._step or (round_ is not None and flight.level <= round_.level)
+            if flight.land_at <= self._step or (round_ is not None and self._must_land(flight, round_))
         ]
         if not due:
             return None
@@ -485,41 +339,12 @@ class ScheduledAverager(ModelAverager):
             self._land(flight, selection)
         return selection
 
-    def _land(self, flight: Flight, selection: Selection) -> None:
-        """Wait for a round under way, and let its mean into the weights."""
-        delayed = self._parts[flight.level].delayed
-        assert delayed is not None
-        if flight.digest != selection.listing.digest_without_names:
-            raise InvalidValueError(
-                f"params must be the tensors of the round that was sent at step {flight.sent_at}, which lands now"
-            )
-        reduced = self._ended(flight)
-        self._flights.remove(flight)
-        targets: Sequence[Any] = flight.staged.values
-        if self._anchors.of(flight.level, selection) is not None:
-            size = self._routes[flight.level].group.size
-            targets = self._anchors.mix_(flight.level, selection, self._reducer, targets, num_ranks=size, is_last=False)
-            self._anchors.moved(flight.level, step=flight.sent_at)
-        self._reducer.land_(selection, targets, keep=delayed.keep, sent=flight.sent)
-        if flight.report is not None:
-            flight.report.finished(reduced.wire_bytes, reduced.drift)
+    def _must_land(self, flight: Flight, round_: Round) -> bool:
+        """Tell whether a round may not begin before ``flight`` landed: of the same tensors, of its level or above."""
+        level, fragment = self._units[flight.unit]
+        return level < round_.level or (level, fragment) == (round_.level, round_.fragment)
 
-    def _ended(self, flight: Flight) -> Reduced:
-        """Wait for a round under way, and return what it cost; a failure is every rank's."""
-        try:
-            return flight.wait()
-        except RuntimeError as error:
-            self._refuse_until_loaded()
-            assert flight.route is not None
-            assert flight.report is not None
-            failure = explain_failure(flight.route.group, error, step=flight.sent_at, level=flight.level)
-            flight.report.failed(failure, failure.missing_ranks)
-            raise failure from error
-        except BaseException:
-            self._refuse_until_loaded()
-            raise
-
-    def _after_round(self, level: int, selection: Selection, agreement: Agreement, *, is_one_model: bool) -> None:
+    def _note_round(self, level: int, selection: Selection, agreement: Agreement, *, is_one_model: bool) -> None:
         """Note what a round of the schedule changed beside the weights."""
         if isinstance(self._schedule, PacedSchedule):
             paces = [figures[1:] for figures in agreement.figures]
@@ -527,97 +352,3 @@ class ScheduledAverager(ModelAverager):
         # Two levels of one size share their group.
         is_of_all = self._routes[level].group is self._routes[-1].group
         self._one_model_at = (self._step + 1, selection.listing.digest) if is_one_model and is_of_all else None
-
-    @contextmanager
-    def _together(
-        self,
-        group: Group,
-        level: int,
-        call: str,
-        selection: Selection,
-        facts: Mapping[str, Any] | None = None,
-        wish: int = 1,
-        figures: Figures = NO_FIGURES,
-    ) -> Iterator[tuple[RoundReport, Agreement]]:
-        """Agree with ``group``, then communicate; the one way to the wire, and out of a failure.
-
-        Yields what tells of it, and what the ranks told each other.
-        """
-        if not self._framework().groups.is_alive(group):
-            raise ClosedError(
-                f"the process group of this {type(self).__name__} was destroyed: initialize again and build a new one"
-            )
-        report = self._announcer.report(call, self._step, level, group.size, group.rank)
-        try:
-            facts = {**self._configuration, "averager": self._number, "call": call, "step": self._step, **(facts or {})}
-            agreement = agree(group, Statement(facts, selection.listing), wish, figures)
-            if agreement.wish:
-                self._parts[level].method.check_weights(agreement.weights)
-            yield report, agreement
-        except (DisagreementError, InvalidValueError) as error:
-            report.failed(error)
-            raise
-        except RuntimeError as error:
-            self._refuse_until_loaded()
-            failure = explain_failure(group, error, step=self._step, level=level)
-            report.failed(failure, failure.missing_ranks)
-            raise failure from error
-        except BaseException:
-            self._refuse_until_loaded()
-            raise
-
-    def _refuse_if_unusable(self) -> None:
-        if self._refusal is not None:
-            raise ClosedError(self._refusal)
-
-    def _abandon_groups(self) -> None:
-        # The groups of all levels: the others may have failed at another one, and all must make the same anew.
-        for group in self._opened_groups():
-            self._framework().groups.abandon(group)
-
-    def _refuse_until_loaded(self) -> None:
-        self._abandon_groups()
-        self._refusal = (
-            f"a round of this {type(self).__name__} failed at step {self._step}, and the weights may be half "
-            "averaged: load a checkpoint on every rank, this averager's load_state_dict included"
-        )
-
-    def _open_groups(self) -> None:
-        """Compare the configuration with the other ranks, then make the groups of each level."""
-        if self._ranks is None:
-            return
-        levels = self._hierarchy.levels if self._hierarchy else ()
-        sizes = [level.group_size for level in levels] or [len(self._ranks)]
-        for size, parts in zip(sizes, self._parts, strict=True):
-            parts.check_group_size(size)
-        options = {
-            "bucket_bytes": self._bucket_bytes,
-            "timeout_s": self._timeout_s,
-            "nodes": self._nodes,
-            **self._descriptions,
-        }
-        self._number, routes = open_routes(
-            self._framework().groups,
-            self.process_group,
-            [
-                Level(size, parts.method.is_sum, has_beside=parts.delayed is not None)
-                for size, parts in zip(sizes, self._parts, strict=True)
-            ],
-            self._nodes,
-            {**self._configuration, **options, "measure_drift": self._measure_drift},
-            timeout_s=self._timeout_s,
-        )
-        self._routes = [route for route, _ in routes]
-        self._routes_beside = [beside for _, beside in routes]
-
-    def _opened_groups(self) -> list[Group]:
-        beside = [route for route in self._routes_beside if route is not None]
-        return [group for route in [*self._routes, *beside] for group in route.groups]
-
-    def _release_groups(self) -> None:
-        for flight in self._flights:  # it ends at its timeout at the latest
-            flight.join()
-        self._flights = []
-        for group in self._opened_groups():
-            self._framework().groups.release(group)
-        self._routes, self._routes_beside = [], []

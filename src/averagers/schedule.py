@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
 from math import ceil, floor
@@ -21,9 +21,13 @@ class Round:
 
     Attributes:
         level: The level whose group averages, 0 the innermost.
+        fragment: Which part of the model.
+        within: A round of a level within that comes first, where this one is of a part alone.
     """
 
     level: int
+    fragment: int = 0
+    within: Round | None = None
 
 
 _ROUND = Round(level=0)
@@ -46,6 +50,18 @@ class Schedule(ABC):
     def configuration(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, and in a checkpoint that is loaded."""
 
+    def in_fragments(self, counts: Sequence[int]) -> Schedule:
+        """Return the schedule with so many fragments at each level, each at its own place in the period.
+
+        Raises:
+            InvalidValueError: the schedule has no fixed period.
+        """
+        if set(counts) != {1}:
+            raise InvalidValueError(
+                f"fragments need places in a fixed period, which a {type(self).__name__} does not have: give a period"
+            )
+        return self
+
 
 @final
 class Every(Schedule):
@@ -67,11 +83,18 @@ class Every(Schedule):
     def __init__(self, period: int, warmup_steps: int = 0) -> None:
         self.period = check_whole_number("period", period, minimum=1)
         self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, minimum=0)
+        self._rounds = {0: _ROUND}
 
     def due(self, step: int) -> Round | None:
         """Return the round due at ``step``, or None when the step is local."""
         since_warmup = step - self.warmup_steps
-        return _ROUND if since_warmup >= 0 and since_warmup % self.period == 0 else None
+        return self._rounds.get(since_warmup % self.period) if since_warmup >= 0 else None
+
+    def in_fragments(self, counts: Sequence[int]) -> Every:
+        """Return the schedule with so many fragments, evenly over the period."""
+        twin = Every(self.period, self.warmup_steps)
+        twin._rounds = _places(0, self.period, counts[0])
+        return twin
 
     def configuration(self) -> dict[str, Any]:
         """Return period and warm-up."""
@@ -98,20 +121,38 @@ class Hierarchical(Schedule):
     def __init__(self, periods: Sequence[int], warmup_steps: int = 0) -> None:
         self.periods = tuple(periods)
         self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, minimum=0)
-        self._longest_first = [(period, Round(level)) for level, period in enumerate(self.periods)][::-1]
+        self._levels = [(period, {0: Round(level)}) for level, period in enumerate(self.periods)]
 
     def due(self, step: int) -> Round | None:
         """Return the round due at ``step``, or None when the step is local."""
-        if step < self.warmup_steps:
-            return None
-        for period, round_ in self._longest_first:
-            if step % period == 0:
-                return round_
+        return self._due_below(len(self.periods), step) if step >= self.warmup_steps else None
+
+    def _due_below(self, level: int, step: int) -> Round | None:
+        for period, rounds in reversed(self._levels[:level]):
+            level -= 1
+            round_ = rounds.get(step % period)
+            if round_ is not None:
+                # Of a part alone: the rest of the model may be due at a level within.
+                return replace(round_, within=self._due_below(level, step)) if len(rounds) > 1 else round_
         return None
+
+    def in_fragments(self, counts: Sequence[int]) -> Hierarchical:
+        """Return the schedule with so many fragments at each level, evenly over its period."""
+        twin = Hierarchical(self.periods, self.warmup_steps)
+        twin._levels = [
+            (period, _places(level, period, count))
+            for level, (period, count) in enumerate(zip(self.periods, counts, strict=True))
+        ]
+        return twin
 
     def configuration(self) -> dict[str, Any]:
         """Return the warm-up; the averager tells of periods and sizes together."""
         return {"warmup_steps": self.warmup_steps}
+
+
+def _places(level: int, period: int, num_fragments: int) -> dict[int, Round]:
+    """Return the round of each fragment by its place in the period."""
+    return {fragment * period // num_fragments: Round(level, fragment) for fragment in range(num_fragments)}
 
 
 class _Growing(Schedule):

@@ -404,7 +404,7 @@ class ModelAverager(base.ModelAverager):
     """
 
     @classmethod
-    def _framework(cls) -> Framework:
+    def _default_framework(cls) -> Framework:
         return _FRAMEWORK
 
 
@@ -473,7 +473,7 @@ def _instead(name: str) -> str:
         )
     if name == "DistributedState":
         return ": it is for torch.distributed.checkpoint; save the averager's state_dict() on each rank"
-    if name in ("PostLocalSGDState", "post_local_sgd_hook"):
+    if name in ("PostLocalSGD", "PostLocalSGDState", "post_local_sgd_hook"):
         return f": {_hook_of_ddp()}; average gradients in the warm-up with tensorplay.distributed.all_reduce"
     return ""
 

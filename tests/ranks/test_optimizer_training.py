@@ -1097,7 +1097,7 @@ def _finish_wrapper(rank: int) -> tuple[list[tuple[str, int]], float, int]:
 
 
 def test_finish_of_the_wrapper_averages_at_the_top_level() -> None:
-    expected = [("average_parameters", 0), ("finish", 3), ("finish", 3)]
+    expected = [("average_parameters", 0), ("finish", 3)]  # the second has nothing to do
     assert run_ranks(_finish_wrapper, 2) == [(expected, -2.0, 3)] * 2
 
 
@@ -1320,3 +1320,198 @@ def _weighted_steps(rank: int) -> tuple[float, float]:
 def test_a_handle_and_the_wrapper_tell_how_much_a_step_counts() -> None:
     # Replicas at 0 and 2, of weights 3 and 9.
     assert run_ranks(_weighted_steps, 2) == [(1.5, 1.5)] * 2
+
+
+def _optimizer_states(rank: int, actions: dict[str, Any], mixer: Any, wrapped: bool) -> list[dict[str, float]]:
+    """Return Adam's state of the one parameter after each step; ranks have other gradients."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    averager = averagers.PeriodicModelAverager(2, mixer=mixer)
+    if wrapped:
+        stepped: Any = averagers.ModelAveragingOptimizer(optimizer, averager, optimizer_state=actions)
+    else:
+        stepped = optimizer
+        averagers.attach(optimizer, averager, optimizer_state=actions)
+    found = []
+    for _ in range(9):
+        weight.grad = torch.full((3,), 1.0 + 2 * rank)
+        stepped.step()
+        state = optimizer.state[weight]
+        found.append({name: float(value.flatten()[0].item()) for name, value in state.items()})
+    return found
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("mixer", [None, averagers.Nesterov(), averagers.Outer(torch.optim.SGD)])
+def test_optimizer_state_is_averaged_at_its_own_rounds_reset_or_kept(mixer: Any, wrapped: bool) -> None:
+    actions = {"exp_avg": "average", "exp_avg_sq": 2, "step": "keep"}
+    one, other = run_ranks(_optimizer_states, 2, actions, mixer, wrapped)
+    for step in range(9):
+        assert (one[step]["exp_avg"] == other[step]["exp_avg"]) == (step % 2 == 0)
+        assert (one[step]["exp_avg_sq"] == other[step]["exp_avg_sq"]) == (step % 4 == 0)
+        assert one[step]["step"] == step + 1
+    # Gradients of 1 and 3: the mean of both moments after the first step.
+    assert one[0]["exp_avg"] == pytest.approx(0.1 * 2)
+    assert one[0]["exp_avg_sq"] == pytest.approx(0.001 * (1 + 9) / 2)
+    one, other = run_ranks(_optimizer_states, 2, {"exp_avg": "reset"}, mixer, wrapped)
+    assert [found["exp_avg"] == 0 for found in one] == [step % 2 == 0 for step in range(9)]
+    assert all(found["exp_avg_sq"] != twin["exp_avg_sq"] for found, twin in zip(one, other, strict=True))
+
+
+def _wrong_states(rank: int) -> list[str]:
+    messages = []
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    for actions in (["exp_avg"], {"exp_avg": "mean"}, {"exp_avg": 0}, {"exp_avg": True}):
+        with pytest.raises(averagers.AveragersError) as caught:
+            averagers.attach(optimizer, averagers.PeriodicModelAverager(2), optimizer_state=actions)
+        messages.append(str(caught.value))
+    for options in ({"overlap": averagers.Delayed(1)}, {"fragments": 2}, {}):
+        handle = averagers.attach(
+            optimizer,
+            averagers.PeriodicModelAverager(2, **options),
+            optimizer_state={"exp_avg": "average"} if options else {"momentum_buffer": "average"},
+        )
+        weight.grad = torch.ones(3)
+        with pytest.raises(averagers.AveragersError) as caught:
+            optimizer.step()
+        messages.append(str(caught.value))
+        handle.remove()
+    return messages
+
+
+def test_optimizer_state_that_cannot_go_along_is_refused_by_name() -> None:
+    for message, part in zip(
+        run_ranks(_wrong_states, 2)[1],
+        [
+            "optimizer_state must be a dict such as",
+            "optimizer_state['exp_avg'] must be 'average', 'keep', 'reset', or every how many rounds to average",
+            "got 0",
+            "got True",
+            "cannot take buffers or optimizer state along",
+            "fragments=2 cannot take buffers or optimizer state along",
+            "which are step, exp_avg, exp_avg_sq, got 'momentum_buffer'",
+        ],
+        strict=True,
+    ):
+        assert part in message
+
+
+def _post_local(rank: int) -> tuple[list[bool], bool, str]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    ddp_model = nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = averagers.PeriodicModelAverager(3, warmup_steps=2)
+    alike = []
+    with averagers.PostLocalSGD(ddp_model, optimizer, averager, subgroup=dist.new_subgroups(1)[0]):
+        for step in range(7):
+            optimizer.zero_grad()
+            ddp_model(torch.full((4, 3), float(rank + step))).sum().backward()
+            optimizer.step()
+            alike.append(_is_alike(model.weight))
+    with pytest.raises(averagers.InvalidTypeError) as caught:
+        averagers.PostLocalSGD(model, optimizer, averagers.PeriodicModelAverager(3))
+    return alike, _is_alike(model.weight), str(caught.value)
+
+
+def _is_alike(weight: Tensor) -> bool:
+    gathered = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, weight.detach())
+    return all(torch.equal(gathered[0], other) for other in gathered)
+
+
+def test_post_local_sgd_as_one_object() -> None:
+    for alike, at_the_end, message in run_ranks(_post_local, 2):
+        # Data parallel at steps 0 and 1, rounds at 2 and 5.
+        assert alike == [True, True, True, False, False, True, False]
+        assert at_the_end
+        assert "ddp_model must be a DistributedDataParallel, got Linear" in message
+
+
+def _averaged_in_time(rank: int) -> tuple[list[float], list[float]]:
+    """An exponential mean over time of the averaged model, by torch, beside averaging among ranks."""
+    weight = nn.Parameter(torch.zeros(3))
+    model = nn.ParameterList([weight])
+    ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    averager = averagers.PeriodicModelAverager(2, warmup_steps=1)
+    averagers.attach(optimizer, averager)
+    for _ in range(6):
+        before = averager.num_rounds
+        weight.grad = torch.full((3,), -float(rank))
+        optimizer.step()
+        if averager.num_rounds > before:
+            ema.update_parameters(model)
+    return next(ema.parameters()).tolist(), weight.tolist()
+
+
+def test_torchs_means_over_time_are_alike_on_all_ranks_where_they_follow_the_rounds() -> None:
+    # After the rounds at steps 1, 3 and 5 all are at 1, 2 and 3; halfway to each from the first.
+    assert run_ranks(_averaged_in_time, 2) == [([2.25] * 3, [3.0] * 3)] * 2
+
+
+def _shown_with_statistics(rank: int) -> list[bool]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    averager = averagers.PeriodicModelAverager(100, 50)
+    handle = averagers.attach(optimizer, averager, module=model, optimizer_state={"momentum_buffer": "reset"})
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    momentum = optimizer.state[model[0].weight]["momentum_buffer"].clone()
+    with averager.averaged(handle.params()):
+        shown = {name: value.clone() for name, value in model.state_dict().items()}
+    after = model.state_dict()
+    return [
+        not torch.equal(shown["1.running_mean"], before["1.running_mean"]),
+        all(torch.equal(before[name], after[name]) for name in before),
+        torch.equal(momentum, optimizer.state[model[0].weight]["momentum_buffer"]),
+    ]
+
+
+def test_averaged_takes_buffers_back_and_resets_nothing() -> None:
+    assert run_ranks(_shown_with_statistics, 2) == [[True] * 3] * 2
+
+
+def _periodic_state_at_the_end(rank: int, end: str) -> list[bool]:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    averager = averagers.HierarchicalModelAverager({2: 2, 8: 4})
+    handle = averagers.attach(optimizer, averager, optimizer_state={"momentum_buffer": 3})
+    alike = []
+    for step in range(12 if end == "finish" or rank > 1 else 5):
+        weight.grad = torch.full((3,), float(rank + 1))
+        optimizer.step()
+        if step == 3 and end == "finish":
+            handle.finish()  # in the middle of a run
+        if end == "finish":
+            alike.append(_is_alike(optimizer.state[weight]["momentum_buffer"]))
+    getattr(handle, end)()
+    return [*alike[4:], _is_alike(optimizer.state[weight]["momentum_buffer"]), _is_alike(weight)]
+
+
+def test_state_that_is_averaged_seldom_is_averaged_at_the_end_of_a_run_too() -> None:
+    assert run_ranks(_periodic_state_at_the_end, 4, "join") == [[True, True]] * 4
+    # Rounds at even steps, every third of them with momentum: at 6, of neighbors.
+    assert run_ranks(_periodic_state_at_the_end, 4, "finish") == [[False] * 8 + [True, True]] * 4
+
+
+def test_a_copy_of_the_wrapper_keeps_what_it_does_with_the_state() -> None:
+    assert run_ranks(_copied_wrapper, 2) == [True] * 2
+
+
+def _copied_wrapper(rank: int) -> bool:
+    weight = nn.Parameter(torch.zeros(3))
+    inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    wrapper = averagers.ModelAveragingOptimizer(
+        inner, averagers.PeriodicModelAverager(2), optimizer_state={"momentum_buffer": "average"}
+    )
+    twin = copy.deepcopy(wrapper)
+    (param,) = twin.param_groups[0]["params"]
+    param.grad = torch.full((3,), float(rank))
+    twin.step()
+    return _is_alike(twin.state[param]["momentum_buffer"])

@@ -36,7 +36,7 @@ _OFF_BY_LARGEST = {"int8": 0.5 / 127, "int4": 0.5 / 7}
 
 
 def _operations() -> Any:
-    return averagers.ModelAverager._framework().operations
+    return averagers.ModelAverager._default_framework().operations
 
 
 def _round_trip(codec: Any, rows: list[list[float]]) -> tuple[list[list[float]], int]:

@@ -224,7 +224,7 @@ def test_an_interrupted_round_leaves_the_averager_refusing_further_use() -> None
 
 
 def killed_while_groups_are_made(rank: int) -> Any:
-    groups = averagers.ModelAverager._framework().groups
+    groups = averagers.ModelAverager._default_framework().groups
     make = groups._factory.new_lane
 
     def make_or_die(*args: Any, name: str, **options: Any) -> Any:

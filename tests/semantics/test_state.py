@@ -55,7 +55,10 @@ def _wrong_states(rank: int) -> list[str]:
 def test_a_state_of_another_configuration_or_a_damaged_one_is_refused() -> None:
     for other, missing, negative, nothing, step in run_ranks(_wrong_states, 2):
         assert "period=8, this one has period=4" in other
-        assert "lacks ['configuration', 'once_trainable', 'weights']" in missing
+        assert (
+            "lacks ['configuration', 'num_rounds', 'num_steps_since', 'once_trainable', 'one_model_at', 'weights']"
+            in missing
+        )
         assert "step in state_dict must be at least 0, got -1" in negative
         assert "got NoneType" in nothing
         assert step == "0"

@@ -44,9 +44,11 @@ PUBLIC = {
     "Outer",
     "Overlap",
     "PeriodicModelAverager",
+    "PostLocalSGD",
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
     "QuadraticRule",
+    "ReplicaGroup",
     "RoundFailed",
     "RoundFailedError",
     "RoundFinished",
@@ -64,6 +66,7 @@ PUBLIC = {
     "average_parameters",
     "equivalent_period",
     "post_local_sgd_hook",
+    "run_replicas",
 }
 
 

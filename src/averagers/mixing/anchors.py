@@ -9,9 +9,10 @@ from typing import Any, final
 
 from averagers.arguments import check_whole_number
 from averagers.errors import InvalidValueError, StateDictError
+from averagers.mixing.fragments import WHOLE, Fragments
 from averagers.mixing.mixers import Assign, Elastic, Mixer, Mixing
 from averagers.mixing.overlap import Delayed, Overlap
-from averagers.reduction.anchor import Anchor
+from averagers.reduction.anchor import Anchor, flat_copy
 from averagers.reduction.groups import Route
 from averagers.reduction.interface import Tensor
 from averagers.reduction.method import Method
@@ -27,6 +28,7 @@ class Parts:
         method: How the mean is computed.
         mixer: What it does to the weights; None to take their place.
         overlap: When it lands; None for at once.
+        fragments: Which parts of the model are averaged each on its own.
 
     Raises:
         InvalidValueError: they cannot work together.
@@ -35,6 +37,7 @@ class Parts:
     method: Method
     mixer: Mixer | None = None
     overlap: Overlap | None = None
+    fragments: Fragments = WHOLE
 
     def __post_init__(self) -> None:
         if self.delayed is not None and isinstance(self.mixer, Elastic):
@@ -78,11 +81,17 @@ class Parts:
             InvalidValueError: a parameter came in no group with a learning rate, where that is needed; or buffers go
                 along, and could not land later.
         """
-        if self.delayed is not None and any(kind.is_aside for kind in selection.layout.kinds):
-            raise InvalidValueError(
-                f"overlap={self.overlap!r} cannot take buffers along: they are merged when a round lands, and would be "
-                "those of a later step; use attach without module="
-            )
+        if any(kind.is_aside for kind in selection.layout.kinds):
+            if self.delayed is not None:
+                raise InvalidValueError(
+                    f"overlap={self.overlap!r} cannot take buffers or optimizer state along: they would be "
+                    "those of a later step; use attach without module= and optimizer_state="
+                )
+            if self.fragments.count > 1:
+                raise InvalidValueError(
+                    f"fragments={self.fragments.count} cannot take buffers or optimizer state along: they go all "
+                    "at once; use attach without module= and optimizer_state="
+                )
         if self.mixer is None or not self.mixer.needs_lr:
             return
         if any(lr is None for lr in self.lrs(selection)):
@@ -99,10 +108,10 @@ class Parts:
 
 @final
 class Anchors:
-    """The anchor of each level of an averager, or None where its weights go as they are.
+    """The anchors of an averager, or None where weights go as they are: of each level, fragment by fragment.
 
     Args:
-        parts: Of each level.
+        parts: Of the level of each.
     """
 
     def __init__(self, parts: Sequence[Parts]) -> None:
@@ -154,6 +163,7 @@ class Anchors:
         means: Sequence[Tensor],
         *,
         num_ranks: int,
+        lrs: Sequence[float | None],
         is_last: bool,
     ) -> list[Tensor | None]:
         """Move the anchor of ``level``, and return what the weights become; None of those that were pulled to it.
@@ -164,36 +174,55 @@ class Anchors:
             reducer: Writes them.
             means: Of what was staged: displacements from the anchor where there is one, else values.
             num_ranks: How many ranks the mean is of.
+            lrs: The inner learning rate of each tensor that has an anchor, where it is known.
             is_last: Replicas must end as one model.
         """
         mixing, anchor = self._mixing(level, selection, reducer), self._levels[level]
         assert anchor is not None
-        lrs = [lr or 0.0 for lr in self._parts[level].lrs(selection)]
         if mixing.pull is not None and not is_last:
             reducer.land_(selection, anchor.values, keep=1.0 - mixing.pull)
         present = [
             None if values is None else displacement for values, displacement in zip(anchor.values, means, strict=True)
         ]
         with reducer.operations.plain_memory():
-            mixing.mix_(reducer.shaped(selection, present), num_ranks=num_ranks, lrs=lrs)
+            mixing.mix_(reducer.shaped(selection, present), num_ranks=num_ranks, lrs=[lr or 0.0 for lr in lrs])
         is_pulled = mixing.pull is not None and not is_last
         return [
             mean if values is None else None if is_pulled else values
             for values, mean in zip(anchor.values, means, strict=True)
         ]
 
-    def take(self, level: int, selection: Selection, reducer: Reducer, *, step: int, is_moved: bool) -> None:
-        """After a round, count from the weights as they are: at this level, unless the round moved it, and within."""
+    def settings(self, level: int, selection: Selection, reducer: Reducer) -> str:
+        """Return what of the mixer at work must be equal on all ranks."""
+        return self._mixing(level, selection, reducer).settings()
+
+    def know(self, selection: Selection) -> None:
+        """Remember the tensors, and their order."""
+        anchored = self._anchored(selection)
+        if [id(reference()) for reference in self._known] != [id(whole) for whole in anchored]:
+            self._known = [weakref.ref(whole) for whole in anchored]
+
+    def take(
+        self,
+        level: int,
+        selection: Selection,
+        reducer: Reducer,
+        *,
+        within: Sequence[int],
+        step: int,
+        is_moved: bool,
+    ) -> None:
+        """After a round, count from the weights as they are: here, unless the round moved it, and within."""
         digest = selection.listing.digest_without_names
-        for index, anchor in enumerate(self._levels[: level + 1]):
+        for index in (*within, level):
+            anchor = self._levels[index]
             if anchor is None:
                 continue
             if anchor.digest != digest:
                 anchor.residuals, anchor.plan = [], ""
                 self._mixings[index] = self._mixer_states[index] = None
-            self._know(selection)
             anchor.moved_at, anchor.digest = step, digest
-            if index < level or not is_moved:
+            if index != level or not is_moved:
                 self._copy(index, anchor, selection, reducer)
 
     def moved(self, level: int, *, step: int) -> None:
@@ -217,7 +246,7 @@ class Anchors:
                 "named_params must be what is averaged, in its order: where averagers.attach was used, give its handle "
                 "to DistributedState in place of the averager"
             )
-        self._know(selection)
+        self.know(selection)
         for index, (anchor, parts, route) in enumerate(zip(self._levels, self._parts, routes, strict=True)):
             if anchor is None:
                 continue
@@ -270,7 +299,7 @@ class Anchors:
             try:
                 anchor.moved_at = check_whole_number("moved_at", saved["moved_at"], minimum=0)
                 anchor.digest = bytes.fromhex(saved["digest"])
-                values = {int(index): _flat(one) for index, one in saved["values"].items()}
+                values = {int(index): flat_copy(one) for index, one in saved["values"].items()}
                 num_tensors = check_whole_number("num_tensors", saved["num_tensors"], minimum=len(values))
                 anchor.values = [values.get(index) for index in range(num_tensors)]
                 anchor.residuals = [_clones(residuals) for residuals in saved["residuals"]]
@@ -298,11 +327,6 @@ class Anchors:
         kinds = selection.layout.kinds
         return [whole for whole, kind in zip(selection.wholes, kinds, strict=True) if not kind.is_aside]
 
-    def _know(self, selection: Selection) -> None:
-        anchored = self._anchored(selection)
-        if [id(reference()) for reference in self._known] != [id(whole) for whole in anchored]:
-            self._known = [weakref.ref(whole) for whole in anchored]
-
     def _copy(self, level: int, anchor: Anchor, selection: Selection, reducer: Reducer) -> None:
         with_float64 = self._parts[level].with_float64
         if reducer.copy_anchored(selection, anchor.values, with_float64=with_float64):
@@ -311,11 +335,4 @@ class Anchors:
 
 
 def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _flat(tensor) for name, tensor in tensors.items()}
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return a copy of what must be flat and floating."""
-    if tensor.dim() != 1 or not tensor.is_floating_point():
-        raise ValueError(f"a tensor must be flat and floating, got one of shape {tuple(tensor.shape)}, {tensor.dtype}")
-    return tensor.clone()
+    return {name: flat_copy(tensor) for name, tensor in tensors.items()}

@@ -47,6 +47,10 @@ class Mixing(ABC):
             lrs: The inner learning rate of each tensor, where it is needed.
         """
 
+    def settings(self) -> str:
+        """Return what must be equal on all ranks, beyond the mixer's own description."""
+        return ""
+
     def buffers(self) -> Sequence[Tensor] | None:
         """Return what it keeps for each tensor of the anchor, in its shape; None if it keeps something else."""
         return ()
@@ -149,6 +153,12 @@ class _OuterMixing(Mixing):
         self._optimizer.step()
         for param in self._anchor:
             param.grad = None
+
+    def settings(self) -> str:
+        groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in self._optimizer.param_groups
+        ]
+        return f"{type(self._optimizer).__name__} with {groups}"
 
     def buffers(self) -> None:
         return None

@@ -11,6 +11,7 @@ from typing import Any, final
 from averagers.arguments import check_number, check_whole_number
 from averagers.errors import InvalidTypeError, InvalidValueError, StateDictError
 from averagers.events import RoundReport
+from averagers.reduction.anchor import flat_copy
 from averagers.reduction.groups import Route
 from averagers.reduction.interface import Tensor
 from averagers.reduction.reducer import Reduced, Staged
@@ -67,34 +68,37 @@ class Flight:
     """A round under way.
 
     Attributes:
-        level: Of the round.
+        unit: Which fragment of which level, as the averager counts them.
         sent_at: The step at which it was sent.
         land_at: The step at which it lands.
         digest: Of the tensors, without their names.
         staged: What travels; the mean once it has ended.
         sent: The weights as they were sent; None where nobody will ask.
+        lrs: The learning rates then.
         route: How it travels.
         report: Tells of it.
     """
 
     def __init__(
         self,
-        level: int,
+        unit: int,
         *,
         sent_at: int,
         land_at: int,
         digest: bytes,
         staged: Staged,
         sent: Sequence[Tensor] | None,
+        lrs: Sequence[float | None],
         route: Route | None,
         report: RoundReport | None,
     ) -> None:
-        self.level = level
+        self.unit = unit
         self.sent_at = sent_at
         self.land_at = land_at
         self.digest = digest
         self.staged = staged
         self.sent = sent
+        self.lrs = lrs
         self.route = route
         self.report = report
         self._thread: threading.Thread | None = None
@@ -127,35 +131,48 @@ class Flight:
         """Wait until it has ended, and return all that its landing needs; copies."""
         self.wait()
         return {
-            "level": self.level,
+            "unit": self.unit,
             "sent_at": self.sent_at,
             "land_at": self.land_at,
             "digest": self.digest.hex(),
             "values": [one.clone() for one in self.staged.values],
             "sent": None if self.sent is None else [one.clone() for one in self.sent],
+            "lrs": list(self.lrs),
         }
 
     @classmethod
-    def loaded(cls, state_dict: Mapping[str, Any], num_levels: int) -> Flight:
+    def all_loaded(cls, states: Any, num_units: int) -> list[Flight]:
+        """Return the rounds, ended, that ``states`` has copies of.
+
+        Raises:
+            StateDictError: an entry is damaged.
+        """
+        if not isinstance(states, list):
+            raise StateDictError(f"flights in state_dict must be a list, got {states!r}")
+        return [cls.loaded(state, num_units) for state in states]
+
+    @classmethod
+    def loaded(cls, state_dict: Mapping[str, Any], num_units: int) -> Flight:
         """Return the round, ended, that ``state_dict`` has copies of.
 
         Raises:
             StateDictError: an entry is damaged.
         """
         try:
-            level, sent_at, land_at = (
-                check_whole_number(name, state_dict[name], minimum=0) for name in ("level", "sent_at", "land_at")
+            unit, sent_at, land_at = (
+                check_whole_number(name, state_dict[name], minimum=0) for name in ("unit", "sent_at", "land_at")
             )
-            if level >= num_levels:
-                raise InvalidValueError(f"level must be below {num_levels}, got {level}")
+            if unit >= num_units:
+                raise InvalidValueError(f"unit must be below {num_units}, got {unit}")
             sent = state_dict["sent"]
             return cls(
-                level,
+                unit,
                 sent_at=sent_at,
                 land_at=land_at,
                 digest=bytes.fromhex(state_dict["digest"]),
-                staged=Staged([one.clone() for one in state_dict["values"]]),
+                staged=Staged([flat_copy(one) for one in state_dict["values"]]),
                 sent=None if sent is None else [one.clone() for one in sent],
+                lrs=list(state_dict["lrs"]),
                 route=None,
                 report=None,
             )

@@ -26,3 +26,10 @@ class Anchor:
     values: list[Tensor | None] = field(default_factory=list)
     residuals: list[dict[str, Tensor]] = field(default_factory=list)
     plan: str = ""
+
+
+def flat_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of what must be flat and floating."""
+    if tensor.dim() != 1 or not tensor.is_floating_point():
+        raise ValueError(f"a tensor must be flat and floating, got one of shape {tuple(tensor.shape)}, {tensor.dtype}")
+    return tensor.clone()

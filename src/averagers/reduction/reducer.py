@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, final
@@ -63,6 +63,7 @@ class _Layout:
         kinds: What the buckets of each hold.
         asides: Which of them go along with the parameters.
         plans: The plan for each number of pieces that buckets are cut into, made when it is first needed.
+        parts: Layouts of some of the tensors, made when they are first needed.
     """
 
     records: list[Record]
@@ -72,6 +73,23 @@ class _Layout:
     kinds: list[Kind]
     asides: list[bool]
     plans: dict[int, tuple[Bucket, ...]]
+    parts: dict[tuple[int, ...], _Layout] = field(default_factory=dict)
+
+    def part(self, positions: tuple[int, ...]) -> _Layout:
+        """Return the layout of the tensors at these positions."""
+        if positions not in self.parts:
+            records = [self.records[position] for position in positions]
+            descriptions = tuple(self.listing.descriptions[position] for position in positions)
+            self.parts[positions] = _Layout(
+                records,
+                Listing(descriptions, sum(prod(record.shape) for record in records)),
+                self.bucket_bytes,
+                [self.sizes[position] for position in positions],
+                [self.kinds[position] for position in positions],
+                [self.asides[position] for position in positions],
+                {},
+            )
+        return self.parts[positions]
 
     def buckets(self, cut: int) -> tuple[Bucket, ...]:
         """Return the plan with buckets that are cut into so many pieces."""
@@ -101,6 +119,15 @@ class Selection:
     wholes: Sequence[Tensor]
     lrs: Sequence[float | None]
     layout: _Layout
+
+    def part(self, positions: tuple[int, ...]) -> Selection:
+        """Return the tensors at these positions as a selection."""
+        return Selection(
+            [self.tensors[position] for position in positions],
+            [self.wholes[position] for position in positions],
+            [self.lrs[position] for position in positions],
+            self.layout.part(positions),
+        )
 
     @property
     def sharded(self) -> list[Tensor]:

@@ -62,12 +62,12 @@ class Figures(NamedTuple):
     """What a rank tells the others before a round, and may differ.
 
     Attributes:
-        weight: How much it counts.
+        weight: How much it counts; below 0 where none was given.
         step_s: Seconds of a step since the last round.
         round_s: Seconds of the last round.
     """
 
-    weight: float = 1.0
+    weight: float = -1.0
     step_s: float = 0.0
     round_s: float = 0.0
 
@@ -88,8 +88,8 @@ class Agreement(NamedTuple):
 
     @property
     def weights(self) -> list[float]:
-        """Of the ranks, in the group's order."""
-        return [figures.weight for figures in self.figures]
+        """Of the ranks, in the group's order; 1 where none was given."""
+        return [1.0 if figures.weight < 0 else figures.weight for figures in self.figures]
 
 
 def agree(group: Group, statement: Statement, wish: int = 0, figures: Figures = NO_FIGURES) -> Agreement:
@@ -108,7 +108,15 @@ def agree(group: Group, statement: Statement, wish: int = 0, figures: Figures = 
         return Agreement(wish, (figures,))
     rows = group.open_round("3q3d", *statement.digest(), wish, *figures)
     if all(row[:2] == rows[0][:2] for row in rows):
-        return Agreement(max(row[2] for row in rows), tuple(Figures(*row[3:]) for row in rows))
+        agreement = Agreement(max(row[2] for row in rows), tuple(Figures(*row[3:]) for row in rows))
+        given = [one.weight >= 0 for one in agreement.figures]
+        # 0 goes with both: that rank only receives.
+        if not all(given) and any(one.weight > 0 for one in agreement.figures):
+            texts = ["given" if is_given else "not given" for is_given in given]
+            raise DisagreementError(
+                f"the ranks disagree: {_sides('weight is ', group.ranks, texts)}; {_ADVICE['weight']}"
+            )
+        return agreement
     statements = [json.loads(details) for details in group.gather(statement.details())]
     raise DisagreementError(explain_difference(group.ranks, statements))
 
@@ -121,7 +129,8 @@ def explain_difference(ranks: Sequence[int], statements: Sequence[Any]) -> str:
             advice = _ADVICE.get(fact, f"give every rank the same {fact}")
             return f"the ranks disagree: {_sides(fact + ' is ', ranks, [str(value) for value in values])}; {advice}"
     shards = [[entry[5] for entry in statement["tensors"] or []] for statement in statements]
-    advice = _ADVICE["tensors" if all(shard == shards[0] for shard in shards) else "shards"]
+    are_sharded = len(set(map(len, shards))) == 1 and any(shard != shards[0] for shard in shards)
+    advice = _ADVICE["shards" if are_sharded else "tensors"]
     return f"the ranks disagree: {_tensor_difference(ranks, statements)}; {advice}"
 
 

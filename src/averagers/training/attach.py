@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, final
 
@@ -11,25 +12,33 @@ import torch
 from torch import nn
 
 from averagers.averager import average_parameters
-from averagers.content import RoundContent
 from averagers.engine import ScheduledAverager
 from averagers.errors import InvalidTypeError, InvalidValueError
 from averagers.training.amp import ScaledStep, is_state_initialization
-from averagers.training.module_state import ModuleContent, named_state
+from averagers.training.module_state import TrainingContent, check_actions, named_state
 
 _optimizer_of: weakref.WeakKeyDictionary[Any, weakref.ref[torch.optim.Optimizer]] = weakref.WeakKeyDictionary()
 
 
-def attach(optimizer: torch.optim.Optimizer, averager: Any, *, module: nn.Module | None = None) -> Attachment:
+def attach(
+    optimizer: torch.optim.Optimizer,
+    averager: Any,
+    *,
+    module: nn.Module | None = None,
+    optimizer_state: Mapping[str, str | int] | None = None,
+) -> Attachment:
     """Average the optimizer's parameters after each of its steps, as ``averager`` decides.
 
     Args:
         optimizer: Any optimizer; a gradient scaler, a closure or a scheduler may use it as before.
-        averager: An averager; torch's own will do, without ``module``.
+        averager: An averager; torch's own will do, without ``module`` and ``optimizer_state``.
         module: If given, its weights and buffers are first made equal on all ranks (those of the
             group's first rank, as DDP does), and its floating buffers go along in each round. Running
             means of normalization layers are averaged, their running variances merged as the mean of
             the variances plus the variance of the means; integer buffers stay local.
+        optimizer_state: What each round does with entries of the optimizer's state, such as ``{"exp_avg": "average",
+            "exp_avg_sq": 6}``: ``"average"``; a number, to average them every so many rounds; ``"reset"`` to 0; or
+            ``"keep"``, as without. They are averaged plainly, whatever the mixer, and never in fewer bytes.
 
     Returns:
         A handle with ``finish()`` and ``remove()``. As a context manager it does both at the end of its
@@ -48,18 +57,20 @@ def attach(optimizer: torch.optim.Optimizer, averager: Any, *, module: nn.Module
         ...         optimizer.step()
     """
     check_pair(optimizer, averager)
-    content: RoundContent | None = None
+    actions = check_actions(optimizer_state)
+    if module is not None and not isinstance(module, nn.Module):
+        raise InvalidTypeError(f"module must be a torch.nn.Module or None, got {type(module).__name__}")
+    if module is None and not actions:
+        return Attachment(optimizer, averager, None)
+    if not isinstance(averager, ScheduledAverager):
+        raise InvalidTypeError(
+            f"{'module' if actions == {} else 'optimizer_state'}= needs a PeriodicModelAverager or "
+            "HierarchicalModelAverager of averagers, which take buffers and optimizer state along, got "
+            f"{type(averager).__name__}"
+        )
     if module is not None:
-        if not isinstance(module, nn.Module):
-            raise InvalidTypeError(f"module must be a torch.nn.Module or None, got {type(module).__name__}")
-        if not isinstance(averager, ScheduledAverager):
-            raise InvalidTypeError(
-                f"module= needs a PeriodicModelAverager or HierarchicalModelAverager of averagers, which take "
-                f"buffers along, got {type(averager).__name__}"
-            )
         averager.broadcast(named_state(module))
-        content = ModuleContent(optimizer, module)
-    return Attachment(optimizer, averager, content)
+    return Attachment(optimizer, averager, TrainingContent(optimizer, module, actions, lambda: averager.num_rounds))
 
 
 @final
@@ -73,7 +84,7 @@ class Attachment:
             samples or tokens in it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, averager: Any, content: RoundContent | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, averager: Any, content: TrainingContent | None) -> None:
         self.optimizer = optimizer
         self.averager = averager
         self.weight: float | None = None
@@ -96,6 +107,10 @@ class Attachment:
             finish(self.params())
         else:
             average_parameters(self.params(), self.averager.process_group)
+
+    def join(self) -> None:
+        """End the run on a rank that is out of data, while others may not be: see ``averager.join``."""
+        self.averager.join(self.params())
 
     def remove(self) -> None:
         """Take the hooks off the optimizer; nothing is communicated."""

@@ -25,7 +25,7 @@ from averagers.reduction.selection import named_tensors, shaped_like
 from averagers.training.attach import Attachment
 from averagers.training.optimizer import ModelAveragingOptimizer
 
-_SHARED_ENTRIES = ("step", "configuration", "once_trainable")
+_SHARED_ENTRIES = ("step", "configuration", "once_trainable", "num_rounds", "one_model_at")
 _SIZES = "period_group_size_dict"
 
 
@@ -63,10 +63,10 @@ class DistributedState(Stateful):
                 "averager must be a PeriodicModelAverager or HierarchicalModelAverager of averagers, or what attach "
                 f"returned, got {type(source).__name__}"
             )
-        if source.has_overlap:
+        if source.has_overlap or source.has_fragments:
             raise InvalidValueError(
-                "averager has overlap, and a distributed checkpoint does not hold rounds under way: save its "
-                "state_dict() on each rank"
+                "averager has overlap or fragments, and a distributed checkpoint holds neither rounds under way nor "
+                "anchors in fragments: save its state_dict() on each rank"
             )
         self._averager = source
         named = list(named_params) if isinstance(named_params, Iterator) else named_params
@@ -116,7 +116,9 @@ class DistributedState(Stateful):
             anchor.moved_at = None  # should the checkpoint be refused: their memory is not what it was
         plain = self._averager.state_dict()
         state = {name: state_dict[name] for name in _SHARED_ENTRIES if name in state_dict}
+        # These are this rank's alone, and were not saved.
         state["weights"] = [None] * len(plain["weights"])
+        state["num_steps_since"] = [1] * len(plain["weights"])
         own = plain["configuration"]
         if _SIZES in own and _periods(state.get("configuration")) == _periods(own):
             # What belongs to groups of one size has that in its name.

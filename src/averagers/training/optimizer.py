@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 
 from averagers.errors import StateDictError
-from averagers.training.attach import Attachment, check_pair
+from averagers.training.attach import attach, check_pair
 
 _AVERAGER_KEY = "averager"
 
@@ -23,7 +23,8 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
 
     Args:
         optim: The inner optimizer.
-        averager: An averager; torch's own will do.
+        averager: An averager; torch's own will do, without ``optimizer_state``.
+        optimizer_state: What each round does with entries of the inner optimizer's state, see `attach`.
 
     Attributes:
         optim: The inner optimizer.
@@ -41,7 +42,13 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
         >>> optimizer.finish()
     """
 
-    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        averager: Any,
+        *,
+        optimizer_state: Mapping[str, str | int] | None = None,
+    ) -> None:
         check_pair(optim, averager)
         self.averager = averager
         self._inner: torch.optim.Optimizer | None = None
@@ -49,7 +56,8 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": []}], {})
         self._inner = self.optim = optim
         self.defaults = optim.defaults
-        self._attachment = Attachment(self, averager, None)
+        self._optimizer_state = optimizer_state
+        self._attachment = attach(self, averager, optimizer_state=optimizer_state)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -91,6 +99,10 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
     def finish(self) -> None:
         """End the run: average once more among all ranks, if the last step did not."""
         self._attachment.finish()
+
+    def join(self) -> None:
+        """End the run on a rank that is out of data, while others may not be: see ``averager.join``."""
+        self._attachment.join()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the inner optimizer does."""
@@ -159,10 +171,15 @@ class ModelAveragingOptimizer(torch.optim.Optimizer):
             )
 
     def __reduce__(self) -> Any:
-        return type(self), (self.optim, self.averager)
+        return _rebuilt, (type(self), self.optim, self.averager, self._optimizer_state)
 
     def __repr__(self) -> str:
         return f"ModelAveragingOptimizer({self.optim!r}, {self.averager!r})"
+
+
+def _rebuilt(kind: Any, optim: torch.optim.Optimizer, averager: Any, optimizer_state: Any) -> Any:
+    """Make a copy, for ``copy``."""
+    return kind(optim, averager, optimizer_state=optimizer_state)
 
 
 def _names_its_parameters(state_dict: dict[str, Any]) -> bool:

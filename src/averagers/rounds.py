@@ -1,0 +1,442 @@
+"""Rounds: their groups, agreement, averaging at once or beside the caller, and the way out of a failure."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from averagers.arguments import (
+    check_nodes,
+    check_seconds,
+    check_whole_number,
+)
+from averagers.base import ModelAverager
+from averagers.content import RoundContent
+from averagers.errors import ClosedError, DisagreementError, InvalidTypeError, InvalidValueError
+from averagers.events import Announcer, Observer, RoundReport
+from averagers.hierarchy import Hierarchy
+from averagers.mixing.anchors import Anchors, Parts
+from averagers.mixing.fragments import Fragments
+from averagers.mixing.mixers import Elastic
+from averagers.mixing.overlap import Flight
+from averagers.pace import Stopwatch
+from averagers.reduction.anchor import Anchor
+from averagers.reduction.groups import Group, Route
+from averagers.reduction.reducer import Reduced, Selection
+from averagers.safety.agreement import NO_FIGURES, Agreement, Figures, Statement, agree
+from averagers.safety.failure import explain_failure
+from averagers.safety.opening import Level, open_routes
+
+
+class RoundAverager(ModelAverager):
+    """Runs rounds; when, its subclass decides.
+
+    Args:
+        process_group: The ranks that average; None means all of them.
+        hierarchy: With whom at each level; None for one level of all ranks.
+        configuration: What must be equal on all ranks, and in a checkpoint that is loaded.
+        bucket_bytes: Most bytes of a bucket; about four buckets of memory are used on top of the model, for
+            16-bit floats up to twelve.
+        timeout_s: After how many seconds a round fails; None for the process group's own timeout.
+        observers: Called with each event of a round, see `averagers.events`.
+        measure_drift: Measure the replicas' distance from the mean in each round, for the observers;
+            costs a pass over the weights and one more small message.
+        nodes: The node of each rank of the process group, in its order; None to tell nodes by their host names.
+        parts: What each level does.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        hierarchy: Hierarchy | None,
+        configuration: Mapping[str, Any],
+        *,
+        bucket_bytes: int,
+        timeout_s: float | None,
+        observers: Iterable[Observer],
+        measure_drift: bool,
+        nodes: Sequence[Hashable] | None,
+        parts: Sequence[Parts],
+    ) -> None:
+        check_whole_number("bucket_bytes", bucket_bytes, minimum=1)
+        self._timeout_s = check_seconds("timeout_s", timeout_s)
+        self._announcer = Announcer(observers)
+        if not isinstance(measure_drift, bool):
+            raise InvalidTypeError(f"measure_drift must be True or False, got {measure_drift!r}")
+        super().__init__(process_group)
+        self._stopwatch = Stopwatch()
+        self._hierarchy = hierarchy
+        self._descriptions = {
+            "codec": [repr(one.method.codec) for one in parts],
+            "rule": [repr(one.method.rule) for one in parts],
+            "mixer": [repr(one.mixer) for one in parts],
+            "overlap": [repr(one.overlap) for one in parts],
+            "fragments": [repr(one.fragments.names or one.fragments.count) for one in parts],
+        }
+        defaults = {"None", repr(Fragments(1).count)}
+        chosen = {name: str(all_) for name, all_ in self._descriptions.items() if not set(all_) <= defaults}
+        if any(one.has_residuals for one in parts):  # they are of buckets
+            chosen["bucket_bytes"] = str(bucket_bytes)
+        self._configuration = {**configuration, **chosen}
+        self._measure_drift = measure_drift
+        self._bucket_bytes = bucket_bytes
+        self._reducer = self._framework.new_reducer(bucket_bytes)
+        self._checked_params = False
+        self._once_trainable: set[int] = set()
+        self._refusal: str | None = None
+        self._is_closed = False
+        # This rank raised where the others began a round: their groups are broken, and so are these.
+        self._left_a_round = False
+        self._number = 0
+        # After which step, with which tensors, a round of all ranks left one model.
+        self._one_model_at: tuple[int, bytes] | None = None
+        self._read_iterator: Any = None
+        self._parts = tuple(parts)
+        # Each fragment of each level has an anchor of its own.
+        self._units = [(level, fragment) for level, one in enumerate(parts) for fragment in range(one.fragments.count)]
+        self._anchors = Anchors([parts[level] for level, _ in self._units])
+        # Of this rank, since the last round of each unit; None where none was given.
+        self._weights: list[float | None] = [None] * len(self._units)
+        self._num_steps_since = [0] * len(self._units)
+        # Out of data: it only receives.
+        self._has_joined = False
+        self._routes: list[Route] = []
+        # Rounds under way, in the order in which they were sent; and what carries them.
+        self._flights: list[Flight] = []
+        self._reducer_beside = self._framework.new_reducer(bucket_bytes)
+        self._routes_beside: list[Route | None] = []
+        self._ranks = self._framework.groups.members(self.process_group)
+        self._nodes = check_nodes(nodes, self._ranks)
+        self._open_groups()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether rounds are possible: not closed, no round failed, no process group destroyed."""
+        groups = self._framework.groups
+        return self._refusal is None and all(groups.is_alive(group) for group in self._opened_groups())
+
+    @property
+    def has_overlap(self) -> bool:
+        """Whether rounds may be under way between calls."""
+        return any(parts.delayed is not None for parts in self._parts)
+
+    @property
+    def has_fragments(self) -> bool:
+        """Whether parts of the model are averaged each on its own."""
+        return len(self._units) > len(self._parts)
+
+    @property
+    def _top(self) -> int:
+        return len(self._routes) - 1
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is nobody to average with: outside the process group, or the only one in it."""
+        return not self._routes or self._routes[-1].group.size == 1
+
+    def _select(self, content: RoundContent) -> Selection:
+        tensors = content.tensors()
+        if isinstance(tensors, Iterator):
+            if tensors is self._read_iterator:
+                raise InvalidValueError(
+                    "params is an iterator that was read to its end at the first call, and is empty now: call "
+                    "model.parameters() each time, or give a list"
+                )
+            self._read_iterator = tensors
+        selection = self._reducer.select(tensors, self._once_trainable)
+        for parts in self._parts:
+            parts.check_selection(selection)
+        self._checked_params = True
+        return selection
+
+    def _run_round(
+        self,
+        content: RoundContent,
+        selection: Selection | None,
+        level: int,
+        call: str,
+        fragment: int | None = None,
+        *,
+        is_wanted: bool = True,
+    ) -> bool:
+        """Average ``content``, or a fragment, in the group of ``level``, if one of its ranks wants it; return if so."""
+        route = self._routes[level] if self._routes else None
+        if route is None or route.group.size == 1:
+            if not self._checked_params:
+                self._select(content)
+            return is_wanted
+        try:
+            selection = selection or self._select(content)
+            self._reducer.check(selection, route.group)
+            self._anchors.check_order(selection)
+            whole = selection
+            if fragment is not None and self._parts[level].fragments.count > 1:
+                selection = selection.part(self._parts[level].fragments.positions(selection.listing)[fragment])
+        except Exception:
+            self._left_a_round = True
+            raise
+        # What `averaged` shows is taken back: it is no round that displacements could be counted from.
+        is_kept = call != "averaged"
+        parts, unit = self._parts[level], self._units.index((level, fragment or 0))
+        anchor = self._anchors.of(unit, selection) if is_kept else None
+        weight = self._weights[unit]
+        is_later = (
+            call == "average_parameters" and parts.delayed is not None and parts.has_anchor == (anchor is not None)
+        )
+        is_pulled = anchor is not None and isinstance(parts.mixer, Elastic)
+        if call == "averaged" and selection is whole and parts.fragments.count > 1:
+            weight = None  # fragments have weights of their own
+        if self._has_joined and not self._num_steps_since[unit]:
+            weight = 0.0
+        facts = {"fragment": str(fragment)}
+        if anchor is not None:
+            facts["the anchor's round"] = str(anchor.moved_at)
+            if parts.mixer is not None:
+                facts["the mixer's settings"] = self._anchors.settings(unit, selection, self._reducer)
+            if parts.mixer is not None and parts.mixer.needs_lr:
+                facts["the learning rate"] = ", ".join(map(str, dict.fromkeys(parts.lrs(selection))))
+        figures = Figures(-1.0 if weight is None else weight, self._stopwatch.take_step_s(), self._stopwatch.round_s)
+        with self._together(route.group, level, call, selection, facts, int(is_wanted), figures) as (report, agreement):
+            agreed = agreement
+            if agreed.wish:
+                if call == "finish" and not any(agreed.weights):
+                    # Nobody did anything since, but replicas may differ: all count the same.
+                    agreed = agreed._replace(figures=(NO_FIGURES,) * route.group.size)
+                parts.method.check_weights(agreed.weights)
+                report.started(len(selection.tensors), selection.listing.num_elements)
+                if is_later:
+                    self._send(unit, selection, anchor, agreed, report)
+                else:
+                    began = time.perf_counter()
+                    reduced = self._average_now(unit, selection, anchor, agreed, is_last=call == "finish")
+                    if is_kept:
+                        self._anchors.take(
+                            unit,
+                            selection,
+                            self._reducer,
+                            within=[] if selection is not whole else self._units_below(level),
+                            step=self._step,
+                            is_moved=anchor is not None,
+                        )
+                    content.landed(is_kept=is_kept)
+                    self._stopwatch.round_s = time.perf_counter() - began
+                    report.finished(reduced.wire_bytes, reduced.drift)
+                is_one_model = not is_later and not is_pulled and selection is whole
+                if is_kept:
+                    self._anchors.know(whole)
+                    for done in (unit, *self._units_below(level)) if is_one_model else (unit,):
+                        self._weights[done] = None
+                        self._num_steps_since[done] = 0
+                if call == "average_parameters":
+                    self._note_round(level, selection, agreed, is_one_model=is_one_model)
+        if agreed.wish and is_later and self._flights[-1].land_at == self._step:
+            self._land(self._flights[-1], whole)
+        return bool(agreed.wish)
+
+    def _units_below(self, level: int) -> list[int]:
+        return [unit for unit, (below, _) in enumerate(self._units) if below < level]
+
+    def _average_now(
+        self, unit: int, selection: Selection, anchor: Anchor | None, agreement: Agreement, *, is_last: bool
+    ) -> Reduced:
+        """Average, and let the mean, or what the mixer makes of it, take the weights' place."""
+        level, _ = self._units[unit]
+        parts, route = self._parts[level], self._routes[level]
+        staged = self._reducer.stage(selection, anchor) if anchor is not None and parts.mixer is not None else None
+        reduced = self._reducer.average_(
+            selection,
+            route,
+            parts.method,
+            measure_drift=self._measure_drift,
+            weights=agreement.weights,
+            anchor=anchor,
+            staged=staged,
+        )
+        if staged is not None:
+            targets = self._anchors.mix_(
+                unit,
+                selection,
+                self._reducer,
+                staged.values,
+                num_ranks=route.group.size,
+                lrs=parts.lrs(selection),
+                is_last=is_last,
+            )
+            self._reducer.land_(selection, targets, keep=0.0)
+        return reduced
+
+    def _send(
+        self, unit: int, selection: Selection, anchor: Anchor | None, agreement: Agreement, report: RoundReport
+    ) -> None:
+        """Begin a round that goes on while this thread does."""
+        level, _ = self._units[unit]
+        parts, route = self._parts[level], self._routes_beside[level]
+        assert parts.delayed is not None
+        assert route is not None
+        staged = self._reducer.stage(selection, anchor)
+        flight = Flight(
+            unit,
+            sent_at=self._step,
+            land_at=self._step + parts.delayed.steps,
+            digest=selection.listing.digest_without_names,
+            staged=staged,
+            sent=self._reducer.snapshot(selection) if parts.delayed.carry else None,
+            lrs=parts.lrs(selection),
+            route=route,
+            report=report,
+        )
+
+        def work() -> Reduced:
+            # Tells who came, should this round fail.
+            route.group.open_round("q", flight.sent_at)
+            return self._reducer_beside.average_(
+                selection,
+                route,
+                parts.method,
+                measure_drift=self._measure_drift,
+                weights=agreement.weights,
+                anchor=anchor,
+                staged=staged,
+            )
+
+        flight.begin(work, after=self._flights[-1] if self._flights else None)
+        self._flights.append(flight)
+
+    def _land(self, flight: Flight, selection: Selection) -> None:
+        """Wait for a round under way, and let its mean into the weights."""
+        level, fragment = self._units[flight.unit]
+        delayed, fragments = self._parts[level].delayed, self._parts[level].fragments
+        assert delayed is not None
+        if fragments.count > 1:
+            selection = selection.part(fragments.positions(selection.listing)[fragment])
+        if flight.digest != selection.listing.digest_without_names:
+            raise InvalidValueError(
+                f"params must be the tensors of the round that was sent at step {flight.sent_at}, which lands now, in "
+                "number, shape and dtype: change them after finish(), or before a round is sent"
+            )
+        reduced = self._ended(flight)
+        self._flights.remove(flight)
+        targets: Sequence[Any] = flight.staged.values
+        if self._anchors.of(flight.unit, selection) is not None:
+            size = self._routes[level].group.size
+            targets = self._anchors.mix_(
+                flight.unit, selection, self._reducer, targets, num_ranks=size, lrs=flight.lrs, is_last=False
+            )
+            self._anchors.moved(flight.unit, step=flight.sent_at)
+        self._reducer.land_(selection, targets, keep=delayed.keep, sent=flight.sent)
+        if flight.report is not None:
+            flight.report.finished(reduced.wire_bytes, reduced.drift)
+
+    def _ended(self, flight: Flight) -> Reduced:
+        """Wait for a round under way, and return what it cost; a failure is every rank's."""
+        try:
+            return flight.wait()
+        except RuntimeError as error:
+            self._refuse_until_loaded()
+            assert flight.route is not None
+            assert flight.report is not None
+            failure = explain_failure(flight.route.group, error, step=flight.sent_at, level=self._units[flight.unit][0])
+            flight.report.failed(failure, failure.missing_ranks)
+            raise failure from error
+        except BaseException:
+            self._refuse_until_loaded()
+            raise
+
+    @contextmanager
+    def _together(
+        self,
+        group: Group,
+        level: int,
+        call: str,
+        selection: Selection,
+        facts: Mapping[str, Any] | None = None,
+        wish: int = 1,
+        figures: Figures = NO_FIGURES,
+    ) -> Iterator[tuple[RoundReport, Agreement]]:
+        """Agree with ``group``, then communicate; the one way to the wire, and out of a failure.
+
+        Yields what tells of it, and what the ranks told each other.
+        """
+        if not self._framework.groups.is_alive(group):
+            raise ClosedError(
+                f"the process group of this {type(self).__name__} was destroyed: initialize again and build a new one"
+            )
+        report = self._announcer.report(call, self._step, level, group.size, group.rank)
+        try:
+            facts = {**self._configuration, "averager": self._number, "call": call, "step": self._step, **(facts or {})}
+            agreement = agree(group, Statement(facts, selection.listing), wish, figures)
+            yield report, agreement
+        except (DisagreementError, InvalidValueError) as error:
+            report.failed(error)
+            raise
+        except RuntimeError as error:
+            self._refuse_until_loaded()
+            failure = explain_failure(group, error, step=self._step, level=level)
+            report.failed(failure, failure.missing_ranks)
+            raise failure from error
+        except BaseException:
+            self._refuse_until_loaded()
+            raise
+
+    def _refuse_if_unusable(self) -> None:
+        if self._refusal is not None:
+            raise ClosedError(self._refusal)
+
+    def _abandon_groups(self) -> None:
+        # The groups of all levels: the others may have failed at another one, and all must make the same anew.
+        for group in self._opened_groups():
+            self._framework.groups.abandon(group)
+
+    def _refuse_until_loaded(self) -> None:
+        self._abandon_groups()
+        self._refusal = (
+            f"a round of this {type(self).__name__} failed at step {self._step}, and the weights may be half "
+            "averaged: load a checkpoint on every rank, this averager's load_state_dict included"
+        )
+
+    def _open_groups(self) -> None:
+        """Compare the configuration with the other ranks, then make the groups of each level."""
+        if self._ranks is None:
+            return
+        levels = self._hierarchy.levels if self._hierarchy else ()
+        sizes = [level.group_size for level in levels] or [len(self._ranks)]
+        for size, parts in zip(sizes, self._parts, strict=True):
+            parts.check_group_size(size)
+        options = {
+            "bucket_bytes": self._bucket_bytes,
+            "timeout_s": self._timeout_s,
+            "nodes": self._nodes,
+            **self._descriptions,
+        }
+        self._number, routes = open_routes(
+            self._framework.groups,
+            self.process_group,
+            [
+                Level(size, parts.method.is_sum, has_beside=parts.delayed is not None)
+                for size, parts in zip(sizes, self._parts, strict=True)
+            ],
+            self._nodes,
+            {**self._configuration, **options, "measure_drift": self._measure_drift},
+            timeout_s=self._timeout_s,
+        )
+        self._routes = [route for route, _ in routes]
+        self._routes_beside = [beside for _, beside in routes]
+
+    def _opened_groups(self) -> list[Group]:
+        beside = [route for route in self._routes_beside if route is not None]
+        return [group for route in [*self._routes, *beside] for group in route.groups]
+
+    def _release_groups(self) -> None:
+        for flight in self._flights:  # it ends at its timeout at the latest
+            flight.join()
+        self._flights = []
+        for group in self._opened_groups():
+            self._framework.groups.release(group)
+        self._routes, self._routes_beside = [], []
+
+    @abstractmethod
+    def _note_round(self, level: int, selection: Selection, agreement: Agreement, *, is_one_model: bool) -> None:
+        """Note what a round of the schedule changed beside the weights."""
