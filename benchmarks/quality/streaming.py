@@ -5,7 +5,7 @@
 The task of `diloco.py` at the learning rate that its sweep chose: after the start an outer step every 50 steps for
 the whole model, blocking; or in four fragments, each with its own place in the period, landing 5 steps after it was
 sent on top of what the replica did meanwhile, or for half of its weights; and in 4 bits. Means of three seeds.
-Replicas run in one process, by the engine. Takes about 3 minutes.
+Replicas run in one process, by the engine. Takes about 6 minutes.
 """
 
 from __future__ import annotations

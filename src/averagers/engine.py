@@ -44,6 +44,7 @@ class ScheduledAverager(RoundAverager):
         counts = [one.fragments.count for one in options["parts"]]
         # It may note what it decides.
         self._schedule = copy.copy(schedule.in_fragments(counts))
+        self._is_paced = isinstance(schedule, PacedSchedule)
         self._num_rounds = 0
         super().__init__(process_group, hierarchy, {**configuration, **schedule.configuration()}, **options)
 
@@ -94,13 +95,16 @@ class ScheduledAverager(RoundAverager):
         """
         if self._refusal is not None:
             raise ClosedError(self._refusal)
+        round_ = self._schedule.due(self._step)
+        self._num_calls += 1
+        if round_ is None and weight is None and self._checked_params and not self._flights and not self._is_paced:
+            self._step += 1
+            return
         self._stopwatch.begin_call()
-        self._num_steps_since = [count + 1 for count in self._num_steps_since]
         weights_before = self._weights
         if weight is not None:
             seen = check_weight(weight)
             self._weights = [check_weight(seen + (before or 0.0)) for before in self._weights]
-        round_ = self._schedule.due(self._step)
         try:
             selection = self._land_due(params, round_) if self._flights else None
             if round_ is not None:
@@ -220,7 +224,7 @@ class ScheduledAverager(RoundAverager):
             "once_trainable": sorted(self._once_trainable),
             "weights": list(self._weights),
             "num_rounds": self._num_rounds,
-            "num_steps_since": list(self._num_steps_since),
+            "num_steps_since": [self._num_calls - calls for calls in self._calls_at_round],
             "one_model_at": self._one_model_at and [self._one_model_at[0], self._one_model_at[1].hex()],
             **({"schedule": self._schedule.state_dict()} if isinstance(self._schedule, PacedSchedule) else {}),
             "flights": self._flight_states(),
@@ -277,7 +281,7 @@ class ScheduledAverager(RoundAverager):
         self._once_trainable = set(state.once_trainable)
         self._weights = list(state.weights)
         self._num_rounds = state.num_rounds
-        self._num_steps_since = list(state.num_steps_since)
+        self._calls_at_round = [self._num_calls - since for since in state.num_steps_since]
         for flight in self._flights:
             flight.join()
         self._flights = flights
@@ -298,6 +302,7 @@ class ScheduledAverager(RoundAverager):
         twin._once_trainable = set(self._once_trainable)
         twin._anchors = self._anchors.copy()
         twin._weights = list(self._weights)
+        twin._calls_at_round = list(self._calls_at_round)
         twin._schedule = copy.copy(self._schedule)
         twin._stopwatch = Stopwatch()
         twin._routes = list(self._routes)

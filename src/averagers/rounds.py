@@ -100,7 +100,9 @@ class RoundAverager(ModelAverager):
         self._anchors = Anchors([parts[level] for level, _ in self._units])
         # Of this rank, since the last round of each unit; None where none was given.
         self._weights: list[float | None] = [None] * len(self._units)
-        self._num_steps_since = [0] * len(self._units)
+        # How many calls there were, and had been at the last round of each unit.
+        self._num_calls = 0
+        self._calls_at_round = [0] * len(self._units)
         # Out of data: it only receives.
         self._has_joined = False
         self._routes: list[Route] = []
@@ -189,7 +191,7 @@ class RoundAverager(ModelAverager):
         is_pulled = anchor is not None and isinstance(parts.mixer, Elastic)
         if call == "averaged" and selection is whole and parts.fragments.count > 1:
             weight = None  # fragments have weights of their own
-        if self._has_joined and not self._num_steps_since[unit]:
+        if self._has_joined and self._num_calls == self._calls_at_round[unit]:
             weight = 0.0
         facts = {"fragment": str(fragment)}
         if anchor is not None:
@@ -229,7 +231,7 @@ class RoundAverager(ModelAverager):
                     self._anchors.know(whole)
                     for done in (unit, *self._units_below(level)) if is_one_model else (unit,):
                         self._weights[done] = None
-                        self._num_steps_since[done] = 0
+                        self._calls_at_round[done] = self._num_calls
                 if call == "average_parameters":
                     self._note_round(level, selection, agreed, is_one_model=is_one_model)
         if agreed.wish and is_later and self._flights[-1].land_at == self._step:

@@ -129,6 +129,8 @@ class Anchors:
         Raises:
             InvalidValueError: they are.
         """
+        if not self._known:
+            return
         known = [reference() for reference in self._known]
         positions = {id(tensor): position for position, tensor in enumerate(known) if tensor is not None}
         found = [positions.get(id(tensor)) for tensor in self._anchored(selection)]
@@ -197,7 +199,9 @@ class Anchors:
         return self._mixing(level, selection, reducer).settings()
 
     def know(self, selection: Selection) -> None:
-        """Remember the tensors, and their order."""
+        """Remember the tensors, and their order, where anchors are of them."""
+        if not any(self._levels):
+            return
         anchored = self._anchored(selection)
         if [id(reference()) for reference in self._known] != [id(whole) for whole in anchored]:
             self._known = [weakref.ref(whole) for whole in anchored]
