@@ -219,7 +219,8 @@ class RoundAverager(ModelAverager):
                             unit,
                             selection,
                             self._reducer,
-                            within=[] if selection is not whole else self._units_below(level),
+                            # Counting from weights takes weights that the ranks of a group have in common.
+                            within=[] if selection is not whole or is_pulled else self._units_below(level),
                             step=self._step,
                             is_moved=anchor is not None,
                         )

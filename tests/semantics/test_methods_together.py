@@ -113,3 +113,23 @@ def _step_set_back(rank: int) -> int:
 
 def test_rounds_go_on_where_the_step_is_set_back() -> None:
     assert all(rounds >= 1 for rounds in run_ranks(_step_set_back, 2))
+
+
+def _elastic_above_a_codec(rank: int) -> float:
+    """Return how far a codec of the level within, below elastic averaging, takes the weights from those without."""
+    makers = [
+        averagers.HierarchicalModelAverager({2: 2, 8: 4}, mixer={8: averagers.Elastic(0.2)}, codec={2: codec})
+        for codec in (averagers.Int8(), None)
+    ]
+    tensors, worst = [lib.zeros(300), lib.zeros(300)], 0.0
+    for _ in range(21):
+        for averager, tensor in zip(makers, tensors, strict=True):
+            tensor.add_(lib.linspace(-1, 1, 300), alpha=rank + 1)
+            averager.average_parameters([tensor])
+        worst = max(worst, float((tensors[0] - tensors[1]).abs().max().item()))
+    return worst
+
+
+def test_a_codec_within_counts_from_what_its_group_has_in_common_below_elastic_averaging() -> None:
+    # Counted from each replica's own weights they were 1.5 apart.
+    assert max(run_ranks(_elastic_above_a_codec, 4)) <= 0.3
