@@ -19,7 +19,7 @@ from averagers.errors import ClosedError, DisagreementError, InvalidTypeError, I
 from averagers.events import Announcer, Observer, RoundReport
 from averagers.hierarchy import Hierarchy
 from averagers.mixing.anchors import Anchors, Parts
-from averagers.mixing.fragments import Fragments
+from averagers.mixing.fragments import WHOLE
 from averagers.mixing.mixers import Elastic
 from averagers.mixing.overlap import Flight
 from averagers.pace import Stopwatch
@@ -76,7 +76,7 @@ class RoundAverager(ModelAverager):
             "overlap": [repr(one.overlap) for one in parts],
             "fragments": [repr(one.fragments.names or one.fragments.count) for one in parts],
         }
-        defaults = {"None", repr(Fragments(1).count)}
+        defaults = {"None", repr(WHOLE.count)}
         chosen = {name: str(all_) for name, all_ in self._descriptions.items() if not set(all_) <= defaults}
         if any(one.has_residuals for one in parts):  # they are of buckets
             chosen["bucket_bytes"] = str(bucket_bytes)
@@ -175,8 +175,8 @@ class RoundAverager(ModelAverager):
             self._reducer.check(selection, route.group)
             self._anchors.check_order(selection)
             whole = selection
-            if fragment is not None and self._parts[level].fragments.count > 1:
-                selection = selection.part(self._parts[level].fragments.positions(selection.listing)[fragment])
+            if fragment is not None:
+                selection = self._fragment_of(whole, level, fragment)
         except Exception:
             self._left_a_round = True
             raise
@@ -238,6 +238,10 @@ class RoundAverager(ModelAverager):
         if agreed.wish and is_later and self._flights[-1].land_at == self._step:
             self._land(self._flights[-1], whole)
         return bool(agreed.wish)
+
+    def _fragment_of(self, whole: Selection, level: int, fragment: int) -> Selection:
+        fragments = self._parts[level].fragments
+        return whole if fragments.count == 1 else whole.part(fragments.positions(whole.listing)[fragment])
 
     def _units_below(self, level: int) -> list[int]:
         return [unit for unit, (below, _) in enumerate(self._units) if below < level]
@@ -311,10 +315,9 @@ class RoundAverager(ModelAverager):
     def _land(self, flight: Flight, selection: Selection) -> None:
         """Wait for a round under way, and let its mean into the weights."""
         level, fragment = self._units[flight.unit]
-        delayed, fragments = self._parts[level].delayed, self._parts[level].fragments
+        delayed = self._parts[level].delayed
         assert delayed is not None
-        if fragments.count > 1:
-            selection = selection.part(fragments.positions(selection.listing)[fragment])
+        selection = self._fragment_of(selection, level, fragment)
         if flight.digest != selection.listing.digest_without_names:
             raise InvalidValueError(
                 f"params must be the tensors of the round that was sent at step {flight.sent_at}, which lands now, in "

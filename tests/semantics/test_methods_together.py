@@ -66,7 +66,7 @@ def test_a_run_stopped_before_its_end_ends_as_the_one_that_was_not(name: str) ->
         assert straight == resumed
 
 
-def _inner_weights(rank: int, options: dict[int, Any]) -> list[float]:
+def _inner_weights(rank: int) -> list[float]:
     """An outer round that leaves replicas apart leaves the weights of the levels within as they are."""
     averager = averagers.HierarchicalModelAverager({4: 2, 8: 4}, overlap={8: averagers.Delayed(2, keep=1.0)})
     weight = lib.zeros(2)
@@ -80,7 +80,7 @@ def _inner_weights(rank: int, options: dict[int, Any]) -> list[float]:
 
 def test_weights_of_a_level_are_summed_since_its_own_last_round() -> None:
     # Round of ranks 0 and 1 at step 12, two steps after they were at 0 and 1; steps 5 to 12, of which one weighed 100.
-    results = run_ranks(_inner_weights, 4, {})
+    results = run_ranks(_inner_weights, 4)
     assert results[0] == results[1] == pytest.approx([(0.0 * 107 + 3.0 * 8) / 115] * 2)
 
 

@@ -74,7 +74,7 @@ def test_all_ranks_decide_the_same_period_and_a_slow_one_changes_nothing(slow: b
     results = run_ranks(_adaptive, 3, slow)
     assert results[0] == results[1] == results[2]
     steps, periods = results[0]
-    assert steps[:3] == [0, 1, 2] or steps[:2] == [0, 1]
+    assert steps[:2] == [0, 1]
     assert all(1 <= period <= 16 for period in periods)
     assert all(after <= 2 * before for before, after in pairwise(periods))
 

@@ -174,9 +174,25 @@ class _OuterMixing(Mixing):
             raise StateDictError(f"the outer optimizer's state in state_dict does not fit: {error}") from None
 
 
+class _Momentum(Mixer):
+    """What mixers with a momentum have in common."""
+
+    lr: float
+    momentum: float
+    num_rounds: int | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", check_positive("lr", self.lr))
+        object.__setattr__(self, "momentum", _check_momentum(self.momentum, self.num_rounds))
+
+    def start(self, anchor: Sequence[Tensor]) -> Mixing:
+        """Start without momentum."""
+        return _MomentumMixing(self, anchor)
+
+
 @final
 @dataclass(frozen=True)
-class Nesterov(Mixer):
+class Nesterov(_Momentum):
     """Outer SGD with Nesterov's momentum on anchor minus mean: DiLoCo, and BMUF.
 
     ``buf = momentum * buf + g``, then ``anchor -= lr * (g + momentum * buf)``: what `Outer` does with
@@ -204,18 +220,10 @@ class Nesterov(Mixer):
     momentum: float = 0.9
     num_rounds: int | None = field(default=None, kw_only=True, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", check_positive("lr", self.lr))
-        object.__setattr__(self, "momentum", _check_momentum(self.momentum, self.num_rounds))
-
-    def start(self, anchor: Sequence[Tensor]) -> Mixing:
-        """Start without momentum."""
-        return _MomentumMixing(self, anchor)
-
 
 @final
 @dataclass(frozen=True)
-class SlowMo(Mixer):
+class SlowMo(_Momentum):
     """Slow momentum: ``u = momentum * u + (anchor - mean) / gamma``, then ``anchor -= lr * gamma * u``.
 
     ``gamma`` is the inner learning rate of the round, read from the parameter groups: give
@@ -244,20 +252,12 @@ class SlowMo(Mixer):
     num_rounds: int | None = field(default=None, kw_only=True, compare=False, repr=False)
     needs_lr = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", check_positive("lr", self.lr))
-        object.__setattr__(self, "momentum", _check_momentum(self.momentum, self.num_rounds))
-
-    def start(self, anchor: Sequence[Tensor]) -> Mixing:
-        """Start without momentum."""
-        return _MomentumMixing(self, anchor)
-
 
 @final
 class _MomentumMixing(Mixing):
     """Keeps a buffer for each tensor."""
 
-    def __init__(self, mixer: Nesterov | SlowMo, anchor: Sequence[Tensor]) -> None:
+    def __init__(self, mixer: _Momentum, anchor: Sequence[Tensor]) -> None:
         self._mixer = mixer
         self._anchor = anchor
         self._buffers = [one.new_zeros(one.shape) for one in anchor]
