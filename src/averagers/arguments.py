@@ -19,6 +19,7 @@ _SUCH_AS = {
     "Rule": "averagers.Median()",
     "Mixer": "averagers.Nesterov()",
     "Overlap": "averagers.Delayed(steps=5)",
+    "str": "'cpu'",
 }
 
 

@@ -68,6 +68,8 @@ class PeriodicModelAverager(ScheduledAverager):
         overlap: When the mean lands, such as ``Delayed(steps=5)`` to train on meanwhile; None for at once.
         fragments: Into how many parts the model is cut, tensors in turn, or lists of the names of each part's
             parameters or modules. Each part has its own place in the period, so that the peak of traffic is a part's.
+        offload: ``"cpu"`` to keep what outlasts a round in the CPU's memory: the weights of the last round, and what
+            the mixer and the codec's error feedback add. The mixer then works there. None for the parameters' device.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -102,6 +104,7 @@ class PeriodicModelAverager(ScheduledAverager):
         mixer: Mixer | None = None,
         overlap: Overlap | None = None,
         fragments: int | Sequence[Sequence[str]] | None = None,
+        offload: str | None = None,
     ) -> None:
         chosen = _schedule(period, warmup_steps, schedule)
         if isinstance(chosen, Every):
@@ -121,7 +124,9 @@ class PeriodicModelAverager(ScheduledAverager):
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
-            parts=_parts([chosen.period if isinstance(chosen, Every) else 0], codec, rule, mixer, overlap, fragments),
+            parts=_parts(
+                [chosen.period if isinstance(chosen, Every) else 0], codec, rule, mixer, overlap, fragments, offload
+            ),
         )
 
     @property
@@ -171,6 +176,9 @@ class HierarchicalModelAverager(ScheduledAverager):
         fragments: Into how many parts the model is cut, tensors in turn, or lists of the names of each part's
             parameters or modules, for every level or by period. Each part has its own place in the period, so that the
             peak of traffic is a part's.
+        offload: ``"cpu"`` to keep what outlasts a round in the CPU's memory, for every level or by period: the weights
+            of the last round, and what the mixer and the codec's error feedback add. The mixer then works there. None
+            for the parameters' device.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument breaks a rule.
@@ -201,6 +209,7 @@ class HierarchicalModelAverager(ScheduledAverager):
         mixer: Mixer | Mapping[int, Mixer | None] | None = None,
         overlap: Overlap | Mapping[int, Overlap | None] | None = None,
         fragments: int | Sequence[Sequence[str]] | Mapping[int, Any] | None = None,
+        offload: str | Mapping[int, str | None] | None = None,
     ) -> None:
         groups = self._framework_of(process_group).groups
         ranks = groups.members(groups.resolve(process_group))
@@ -223,7 +232,7 @@ class HierarchicalModelAverager(ScheduledAverager):
             observers=observers,
             measure_drift=measure_drift,
             nodes=nodes,
-            parts=_parts(hierarchy.periods, codec, rule, mixer, overlap, fragments),
+            parts=_parts(hierarchy.periods, codec, rule, mixer, overlap, fragments, offload),
         )
         self._periods = hierarchy.periods
 
@@ -347,7 +356,13 @@ def _schedule(period: int | None, warmup_steps: int, schedule: Schedule | None) 
 
 
 def _parts(
-    periods: Sequence[int], codec: object, rule: object, mixer: object, overlap: object, fragments: object
+    periods: Sequence[int],
+    codec: object,
+    rule: object,
+    mixer: object,
+    overlap: object,
+    fragments: object,
+    offload: object,
 ) -> list[Parts]:
     """Return what each level does; of the levels within one in fragments, none may count from an anchor."""
     codecs: Sequence[Codec | None] = per_level("codec", codec, periods, Codec)
@@ -358,10 +373,18 @@ def _parts(
         Fragments.of(one, period)
         for one, period in zip(per_level("fragments", fragments, periods, object), periods, strict=True)
     ]
+    offloads: Sequence[str | None] = per_level("offload", offload, periods, str)
     parts = [
-        Parts(Method(codec, rule), mixer, overlap, fragments)
-        for codec, rule, mixer, overlap, fragments in zip(codecs, rules, mixers, overlaps, counts, strict=True)
+        Parts(Method(codec, rule), mixer, overlap, fragments, offload)
+        for codec, rule, mixer, overlap, fragments, offload in zip(
+            codecs, rules, mixers, overlaps, counts, offloads, strict=True
+        )
     ]
+    if any(offloads) and not any(one.offload and one.has_anchor for one in parts):
+        raise InvalidValueError(
+            f"offload={offload!r} has nothing to keep on the CPU: the level has no codec, rule or mixer that counts "
+            "from the weights of the last round; leave offload out"
+        )
     for level, one in enumerate(parts):
         within = next((other for other in parts[:level] if other.has_anchor), None)
         if one.fragments.count > 1 and within is not None:

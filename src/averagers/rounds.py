@@ -183,7 +183,7 @@ class RoundAverager(ModelAverager):
         # What `averaged` shows is taken back: it is no round that displacements could be counted from.
         is_kept = call != "averaged"
         parts, unit = self._parts[level], self._units.index((level, fragment or 0))
-        anchor = self._anchors.of(unit, selection) if is_kept else None
+        anchor = self._anchors.of(unit, selection, self._reducer) if is_kept else None
         weight = self._weights[unit]
         is_later = (
             call == "average_parameters" and parts.delayed is not None and parts.has_anchor == (anchor is not None)
@@ -326,7 +326,7 @@ class RoundAverager(ModelAverager):
         reduced = self._ended(flight)
         self._flights.remove(flight)
         targets: Sequence[Any] = flight.staged.values
-        if self._anchors.of(flight.unit, selection) is not None:
+        if self._anchors.of(flight.unit, selection, self._reducer) is not None:
             size = self._routes[level].group.size
             targets = self._anchors.mix_(
                 flight.unit, selection, self._reducer, targets, num_ranks=size, lrs=flight.lrs, is_last=False
@@ -415,6 +415,7 @@ class RoundAverager(ModelAverager):
             "bucket_bytes": self._bucket_bytes,
             "timeout_s": self._timeout_s,
             "nodes": self._nodes,
+            "offload": [one.offload for one in self._parts],
             **self._descriptions,
         }
         self._number, routes = open_routes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import averagers
+from averagers.reduction.anchor import Anchor
 from ranks_runner import run_ranks
 
 _AVERAGERS: dict[str, Any] = {
@@ -166,6 +168,26 @@ def test_the_anchor_of_a_sharded_model_is_saved_in_shards_and_loads_onto_others(
     saved = run_ranks(_sharded, 4, (2, 2), str(tmp_path), False)
     assert any(saved[0][0])
     assert run_ranks(_sharded, shape[0] * shape[1], shape, str(tmp_path), True) == [saved[0]] * (shape[0] * shape[1])
+
+
+def _sharded_and_offloaded(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(5, 7), mesh=mesh["shard"])
+    averager = averagers.PeriodicModelAverager(
+        2, process_group=mesh["replicate"], mixer=averagers.Nesterov(), offload="cpu"
+    )
+    assert _state(model, averager)["averager"].state_dict()
+    # As on a machine whose model is elsewhere than the CPU.
+    with mock.patch.object(Anchor, "home", return_value="meta"):
+        another = averagers.PeriodicModelAverager(2, process_group=mesh["replicate"], mixer=averagers.Nesterov())
+        with pytest.raises(averagers.InvalidValueError) as caught:
+            _state(model, another)["averager"].state_dict()
+    return str(caught.value)
+
+
+def test_an_anchor_that_lies_elsewhere_than_its_sharded_tensor_is_refused() -> None:
+    for message in run_ranks(_sharded_and_offloaded, 2):
+        assert "the anchor of a DTensor on cpu cannot be saved as such" in message
 
 
 def _refused(rank: int, folder: str) -> list[str]:

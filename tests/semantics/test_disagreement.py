@@ -83,6 +83,7 @@ def unequal_construction(rank: int) -> list[str]:
         lambda: averagers.PeriodicModelAverager(4, measure_drift=rank == 0),
         lambda: averagers.PeriodicModelAverager(4) if rank else averagers.HierarchicalModelAverager({4: 4}),
         lambda: averagers.HierarchicalModelAverager({2: 2, 4: 4} if rank else {2: 1, 4: 4}),
+        lambda: averagers.PeriodicModelAverager(4, codec=averagers.Int8(), offload=None if rank else "cpu"),
         lambda: averagers.PeriodicModelAverager(4, observers=[print] if rank else []),
     ]
     return [outcome(one) for one in build]
@@ -91,7 +92,7 @@ def unequal_construction(rank: int) -> list[str]:
 def test_unequal_arguments_are_found_at_construction() -> None:
     results = run_ranks(unequal_construction, 4)
     assert all(result == results[0] for result in results)
-    period, warmup, bucket, timeout, drift, kind, levels, observers = results[0]
+    period, warmup, bucket, timeout, drift, kind, levels, offload, observers = results[0]
     assert "DisagreementError: the ranks disagree: period is 4 on rank 3, 2 on ranks 0-2" in period
     assert "warmup_steps is 0 on ranks 0-1, 1 on ranks 2-3" in warmup
     assert "bucket_bytes is 101 on rank 3, 100 on ranks 0-2" in bucket
@@ -99,4 +100,5 @@ def test_unequal_arguments_are_found_at_construction() -> None:
     assert "measure_drift is True on rank 0, False on ranks 1-3" in drift
     assert "class is HierarchicalModelAverager on rank 0, PeriodicModelAverager on ranks 1-3" in kind
     assert "period_group_size_dict is {2: 1, 4: 4} on rank 0, {2: 2, 4: 4} on ranks 1-3" in levels
+    assert "offload is ['cpu'] on rank 0, [None] on ranks 1-3" in offload
     assert observers == "nothing raised"

@@ -145,6 +145,15 @@ def test_all_ranks_end_alike_whatever_travels_how(name: str, dtype: str) -> None
         assert all(result == results[0] for result in results)
 
 
+def _offloaded(rank: int) -> list[bool]:
+    offload = {"offload": "cpu"}
+    return [_run(rank, name, {}) == _run(rank, name, offload) for name in ("nesterov", "outer", "elastic")]
+
+
+def test_on_the_cpu_offload_changes_nothing() -> None:
+    assert run_ranks(_offloaded, 2) == [[True] * 3] * 2
+
+
 def _sixteen_bit(rank: int) -> list[float]:
     """Steps too small for the weights' own dtype add up in the anchor."""
     averager = averagers.PeriodicModelAverager(1000, mixer=averagers.Nesterov(lr=0.1, momentum=0.0))

@@ -29,6 +29,7 @@ class Parts:
         mixer: What it does to the weights; None to take their place.
         overlap: When it lands; None for at once.
         fragments: Which parts of the model are averaged each on its own.
+        offload: The type of device where anchors are kept, and what belongs to them; None for where the tensors are.
 
     Raises:
         InvalidValueError: they cannot work together.
@@ -38,8 +39,11 @@ class Parts:
     mixer: Mixer | None = None
     overlap: Overlap | None = None
     fragments: Fragments = WHOLE
+    offload: str | None = None
 
     def __post_init__(self) -> None:
+        if self.offload not in (None, "cpu"):
+            raise InvalidValueError(f"offload must be 'cpu' or None, got {self.offload!r}")
         if self.delayed is not None and isinstance(self.mixer, Elastic):
             raise InvalidValueError(
                 f"overlap={self.overlap!r} cannot work with mixer={self.mixer!r}: the center would be pulled by "
@@ -116,7 +120,7 @@ class Anchors:
 
     def __init__(self, parts: Sequence[Parts]) -> None:
         self._parts = tuple(parts)
-        self._levels = [Anchor() if one.has_anchor else None for one in parts]
+        self._levels = [Anchor(one.offload) if one.has_anchor else None for one in parts]
         self._mixings: list[Mixing | None] = [None] * len(parts)
         # Loaded before there is an anchor's memory to mix.
         self._mixer_states: list[Mapping[str, Any] | None] = [None] * len(parts)
@@ -142,7 +146,7 @@ class Anchors:
             f"position: the tensor at position {position} had position {found[position]} before"
         )
 
-    def of(self, level: int, selection: Selection) -> Anchor | None:
+    def of(self, level: int, selection: Selection, reducer: Reducer) -> Anchor | None:
         """Return what a round's displacements are counted from; None where the weights go as they are."""
         anchor = self._levels[level]
         if anchor is None or anchor.moved_at is None or anchor.digest != selection.listing.digest_without_names:
@@ -150,11 +154,11 @@ class Anchors:
         held = [None if values is None else values.numel() for values in anchor.values]
         if held != selection.anchored_lengths(with_float64=self._parts[level].with_float64):
             return None
-        # A state that was loaded may lie on another device.
-        anchor.values = [
-            None if one is None else one.to(tensor.device)
-            for one, tensor in zip(anchor.values, selection.tensors, strict=True)
-        ]
+        with reducer.operations.plain_memory():  # a state that was loaded may lie on another device
+            anchor.values = [
+                None if one is None else one.to(anchor.home(tensor.device))
+                for one, tensor in zip(anchor.values, selection.tensors, strict=True)
+            ]
         return anchor
 
     def mix_(
@@ -183,10 +187,11 @@ class Anchors:
         assert anchor is not None
         if mixing.pull is not None and not is_last:
             reducer.land_(selection, anchor.values, keep=1.0 - mixing.pull)
-        present = [
-            None if values is None else displacement for values, displacement in zip(anchor.values, means, strict=True)
-        ]
         with reducer.operations.plain_memory():
+            present = [
+                None if values is None else displacement.to(values.device)
+                for values, displacement in zip(anchor.values, means, strict=True)
+            ]
             mixing.mix_(reducer.shaped(selection, present), num_ranks=num_ranks, lrs=[lr or 0.0 for lr in lrs])
         is_pulled = mixing.pull is not None and not is_last
         return [
@@ -333,7 +338,7 @@ class Anchors:
 
     def _copy(self, level: int, anchor: Anchor, selection: Selection, reducer: Reducer) -> None:
         with_float64 = self._parts[level].with_float64
-        if reducer.copy_anchored(selection, anchor.values, with_float64=with_float64):
+        if reducer.copy_anchored(selection, anchor, with_float64=with_float64):
             # What moved the memory before does not know of the new one.
             self._mixings[level] = None
 

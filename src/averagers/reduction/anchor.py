@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 from averagers.reduction.interface import Tensor
 
@@ -14,6 +14,7 @@ class Anchor:
     """The weights as of the last round of a level, alike on all ranks of its groups.
 
     Attributes:
+        offload: The type of device where it is kept; None for where the tensors are.
         moved_at: The step of the last round that moved it; None while there is none.
         digest: Of the tensors that it is of, without their names.
         values: Flat and in memory order, one of each tensor; None of those that go as they are.
@@ -21,11 +22,16 @@ class Anchor:
         plan: Which buckets these are.
     """
 
+    offload: str | None = None
     moved_at: int | None = None
     digest: bytes = b""
     values: list[Tensor | None] = field(default_factory=list)
     residuals: list[dict[str, Tensor]] = field(default_factory=list)
     plan: str = ""
+
+    def home(self, device: Any) -> Any:
+        """Return where it keeps what belongs to a tensor on ``device``."""
+        return device if self.offload is None else self.offload
 
 
 def flat_copy(tensor: Tensor) -> Tensor:

@@ -20,28 +20,40 @@ class Encoder:
 
     Attributes:
         codec: How values are written.
-        residuals: What was left out, by its place, see `residual_sizes`; empty without error feedback.
+        residuals: What was left out, by its place, see `residual_sizes`, perhaps on another device; empty without error
+            feedback.
     """
 
     codec: Codec
     residuals: Mapping[str, Tensor]
 
-    def encode(self, place: str, values: Tensor, wire: Tensor, operations: TensorOperations) -> Tensor | None:
+    def encode(
+        self, place: str, values: Tensor, wire: Tensor, operations: TensorOperations, *, uncoded: int | None = None
+    ) -> None:
         """Write rows of ``values`` into the rows of ``wire``; adds the residual of ``place`` to ``values`` first.
 
-        Returns:
-            The new residual, in rows; None without error feedback.
+        Args:
+            place: Where in the exchange.
+            values: Rows of float32.
+            wire: Rows of bytes.
+            operations: Of the framework.
+            uncoded: The row that nobody decodes, so that nothing is left out of it; None where there is none.
         """
         decay = self.codec.error_feedback
         if decay is None:
             self.codec.encode(values, wire, operations)
-            return None
-        residual = self.residuals[place].view(values.shape)
+            return
+        kept = self.residuals[place].view(values.shape)
+        residual = kept.to(values.device)
         values.add_(residual, alpha=decay)
         self.codec.encode(values, wire, operations)
         self.codec.decode(wire, residual, operations)
         # What is no number cannot be made up for later, and would stay for ever.
-        return residual.neg_().add_(values).nan_to_num_(0.0, 0.0, 0.0)
+        residual.neg_().add_(values).nan_to_num_(0.0, 0.0, 0.0)
+        if uncoded is not None:
+            residual[uncoded].zero_()
+        if kept.device != residual.device:
+            kept.copy_(residual)
 
 
 def residual_sizes(codec: Codec, num_elements: int, leg_sizes: Sequence[int]) -> dict[str, int]:
@@ -99,9 +111,7 @@ class CodedExchange(Transfer):
             sum_(own, received.split(num_nodes * size))
         own = own.view(num_nodes, size)
         sent, arrived = (take(role, num_nodes * num_bytes, operations.uint8) for role in ("sent", "arrived"))
-        residual = encoder.encode("sent", own, sent.view(num_nodes, num_bytes), operations)
-        if residual is not None:
-            residual[across.rank].zero_()
+        encoder.encode("sent", own, sent.view(num_nodes, num_bytes), operations, uncoded=across.rank)
         yield across.all_to_all(arrived, sent)
         decoded = take("decoded", num_nodes * size, operations.float32).view(num_nodes, size)
         codec.decode(arrived.view(num_nodes, num_bytes), decoded, operations)

@@ -145,7 +145,8 @@ class Displacements(Load):
     """How far the values are from an anchor, in float32 at least.
 
     Attributes:
-        anchor: Flat tensors of the bucket's elements, in its order; moved to the mean, and the values with it.
+        anchor: Flat tensors of the bucket's elements, in its order, perhaps on another device; moved to the mean, and
+            the values with it.
     """
 
     anchor: list[Tensor]
@@ -163,14 +164,17 @@ class Displacements(Load):
     def pack(self, buffer: Tensor) -> None:
         """Write values minus anchor into the start of ``buffer``."""
         self.operations.copy_(self._slots(buffer), self.blocks)
-        self.operations.add_(self._anchored(buffer), self.anchor, alpha=-1.0)
+        self.operations.add_(self._anchored(buffer), self._anchor_beside(buffer), alpha=-1.0)
 
     def unpack(self, buffer: Tensor) -> None:
         """Move the anchor by what ``buffer`` holds, and the values to the anchor."""
         slots = self._anchored(buffer)
-        self.operations.add_(slots, self.anchor, alpha=1.0)
+        self.operations.add_(slots, self._anchor_beside(buffer), alpha=1.0)
         self.operations.copy_(self.anchor, slots)
         self._write(buffer)
+
+    def _anchor_beside(self, buffer: Tensor) -> list[Tensor]:
+        return [one.to(buffer.device) for one in self.anchor]
 
     def _anchored(self, buffer: Tensor) -> list[Tensor]:
         return list(buffer[: self.num_elements].split([one.numel() for one in self.anchor]))

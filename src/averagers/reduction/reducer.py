@@ -257,7 +257,7 @@ class Reducer:
         dtype = view.dtype if anchor is None else anchor.dtype
         flat = self.operations.new_bytes(view.numel() * dtype.itemsize, view.device).view(dtype)
         flat.view(view.shape).copy_(view)
-        return flat if anchor is None else flat.sub_(anchor)
+        return flat if anchor is None else flat.sub_(anchor.to(flat.device))
 
     def broadcast_(self, selection: Selection, group: Group) -> None:
         """Replace every selected tensor by that of the group's first rank, in place."""
@@ -268,17 +268,17 @@ class Reducer:
             written=selection.sharded,
         )
 
-    def copy_anchored(self, selection: Selection, held: list[Tensor | None], *, with_float64: bool) -> bool:
-        """Write what an anchor holds into ``held``, in float32 at least, and tell whether its memory is a new one."""
+    def copy_anchored(self, selection: Selection, anchor: Anchor, *, with_float64: bool) -> bool:
+        """Write the tensors into ``anchor``, in float32 at least, and tell whether its memory is a new one."""
         lengths = selection.anchored_lengths(with_float64=with_float64)
-        is_new = [None if one is None else one.numel() for one in held] != lengths
+        is_new = [None if one is None else one.numel() for one in anchor.values] != lengths
         with self.operations.plain_memory():
             if is_new:
-                held[:] = [
-                    None if length is None else self._new_wide(length, kind)
+                anchor.values = [
+                    None if length is None else self._new_wide(length, kind, anchor.home(kind.device))
                     for length, kind in zip(lengths, selection.layout.kinds, strict=True)
                 ]
-            for tensor, one in zip(selection.tensors, held, strict=True):
+            for tensor, one in zip(selection.tensors, anchor.values, strict=True):
                 if one is not None:
                     view = self._in_memory_order(tensor)
                     one.view(view.shape).copy_(view)
@@ -305,9 +305,9 @@ class Reducer:
                 if target is None:
                     continue
                 view = self._in_memory_order(tensor)
-                shaped = target.view(view.shape)
+                shaped = target.to(view.device).view(view.shape)
                 if sent is not None:
-                    view.copy_((view - sent[index]).to(target.dtype).add_(shaped))
+                    view.copy_((view - sent[index].to(view.device)).to(target.dtype).add_(shaped))
                 else:
                     view.copy_(shaped if not keep else (view.to(target.dtype) - shaped).mul_(keep).add_(shaped))
             self.operations.mark_written(selection.sharded)
@@ -321,9 +321,9 @@ class Reducer:
                 if one is not None
             ]
 
-    def _new_wide(self, length: int, kind: Kind) -> Tensor:
+    def _new_wide(self, length: int, kind: Kind, device: Any) -> Tensor:
         dtype = kind.dtype if kind.itemsize > 4 else self.operations.float32
-        return self.operations.new_bytes(dtype.itemsize * length, kind.device).view(dtype)
+        return self.operations.new_bytes(dtype.itemsize * length, device).view(dtype)
 
     def prepare_residuals(self, anchor: Anchor, selection: Selection, route: Route, codec: Codec) -> None:
         """Make residuals of zeros, unless ``anchor`` has those of the same buckets."""
@@ -338,12 +338,15 @@ class Reducer:
             if anchor.plan != plan or held != lengths:
                 anchor.plan = plan
                 anchor.residuals = [
-                    {place: self._new_float32(size, bucket.kind.device).zero_() for place, size in wanted.items()}
+                    {
+                        place: self._new_float32(size, anchor.home(bucket.kind.device)).zero_()
+                        for place, size in wanted.items()
+                    }
                     for wanted, bucket in zip(lengths, buckets, strict=True)
                 ]
             for residuals, bucket in zip(anchor.residuals, buckets, strict=True):
                 for place, residual in residuals.items():
-                    residuals[place] = residual.to(bucket.kind.device)
+                    residuals[place] = residual.to(anchor.home(bucket.kind.device))
 
     def _new_float32(self, length: int, device: Any) -> Tensor:
         return self.operations.new_bytes(4 * length, device).view(self.operations.float32)

@@ -159,6 +159,12 @@ def _entry(prefix: str, name: str, values: Tensor, whole: Tensor, group: Group, 
     if whole.is_complex():
         values = torch.view_as_complex(values)
     if is_top and isinstance(whole, DTensor):
+        if values.device.type != whole.device_mesh.device_type:
+            raise InvalidValueError(
+                f"averager has offload={values.device.type!r}, and the anchor of a DTensor on "
+                f"{whole.device_mesh.device_type} cannot be saved as such from there: save the averager's state_dict() "
+                "on each rank, or leave offload out"
+            )
         mesh, placements = whole.device_mesh, whole.placements
         shape, stride = whole.shape, whole.stride()
         values = DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
