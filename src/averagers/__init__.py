@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from averagers.mixing.overlap import Overlap as Overlap
     from averagers.observe.console import Console as Console
     from averagers.observe.jsonl import JsonLines as JsonLines
+    from averagers.pace import Adaptive as Adaptive
+    from averagers.pace import EverySeconds as EverySeconds
     from averagers.reduction.codecs import Cast as Cast
     from averagers.reduction.codecs import Codec as Codec
     from averagers.reduction.codecs import Int4 as Int4
@@ -49,9 +51,7 @@ if TYPE_CHECKING:
     from averagers.reduction.rules import TrimmedMean as TrimmedMean
     from averagers.replicas import ReplicaGroup as ReplicaGroup
     from averagers.replicas import run_replicas as run_replicas
-    from averagers.schedule import Adaptive as Adaptive
     from averagers.schedule import Every as Every
-    from averagers.schedule import EverySeconds as EverySeconds
     from averagers.schedule import Growing as Growing
     from averagers.schedule import QuadraticRule as QuadraticRule
     from averagers.schedule import Schedule as Schedule
@@ -96,6 +96,8 @@ _MODULE_OF = {
     "Overlap": "mixing.overlap",
     "Console": "observe.console",
     "JsonLines": "observe.jsonl",
+    "Adaptive": "pace",
+    "EverySeconds": "pace",
     "Cast": "reduction.codecs",
     "Codec": "reduction.codecs",
     "Int4": "reduction.codecs",
@@ -107,9 +109,7 @@ _MODULE_OF = {
     "TrimmedMean": "reduction.rules",
     "ReplicaGroup": "replicas",
     "run_replicas": "replicas",
-    "Adaptive": "schedule",
     "Every": "schedule",
-    "EverySeconds": "schedule",
     "Growing": "schedule",
     "QuadraticRule": "schedule",
     "Schedule": "schedule",

@@ -19,10 +19,11 @@ from averagers.mixing.anchors import Parts
 from averagers.mixing.fragments import Fragments
 from averagers.mixing.mixers import Mixer
 from averagers.mixing.overlap import Overlap
+from averagers.pace import Adaptive
 from averagers.reduction.codecs import Codec
 from averagers.reduction.method import Method
 from averagers.reduction.rules import Rule
-from averagers.schedule import Adaptive, Every, Hierarchical, Schedule
+from averagers.schedule import Every, Hierarchical, Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Self

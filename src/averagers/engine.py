@@ -13,13 +13,13 @@ from averagers.errors import ClosedError, InvalidTypeError
 from averagers.hierarchy import Hierarchy
 from averagers.mixing.mixers import Mixing
 from averagers.mixing.overlap import Flight
-from averagers.pace import Stopwatch
+from averagers.pace import Pace, PacedSchedule, Stopwatch
 from averagers.reduction.anchor import Anchor
 from averagers.reduction.groups import Group
-from averagers.reduction.reducer import Selection
+from averagers.reduction.selection import Selection
 from averagers.rounds import RoundAverager
 from averagers.safety.agreement import Agreement, format_ranks
-from averagers.schedule import Pace, PacedSchedule, Round, Schedule
+from averagers.schedule import Round, Schedule
 
 
 class ScheduledAverager(RoundAverager):

@@ -25,7 +25,8 @@ from averagers.mixing.overlap import Flight
 from averagers.pace import Stopwatch
 from averagers.reduction.anchor import Anchor
 from averagers.reduction.groups import Group, Route
-from averagers.reduction.reducer import Reduced, Selection
+from averagers.reduction.reducer import Reduced
+from averagers.reduction.selection import Selection
 from averagers.safety.agreement import NO_FIGURES, Agreement, Figures, Statement, agree
 from averagers.safety.failure import explain_failure
 from averagers.safety.opening import Level, open_routes

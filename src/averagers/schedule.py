@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
-from math import ceil, floor
+from math import floor
 from typing import Any, final
 
-from averagers.arguments import check_positive, check_share, check_whole_number
-from averagers.errors import InvalidTypeError, InvalidValueError, StateDictError
+from averagers.arguments import check_positive, check_whole_number
+from averagers.errors import InvalidTypeError, InvalidValueError
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Round:
     within: Round | None = None
 
 
-_ROUND = Round(level=0)
+ROUND = Round(level=0)
+"""The one of a schedule with one level."""
 
 
 class Schedule(ABC):
@@ -83,7 +84,7 @@ class Every(Schedule):
     def __init__(self, period: int, warmup_steps: int = 0) -> None:
         self.period = check_whole_number("period", period, minimum=1)
         self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, minimum=0)
-        self._rounds = {0: _ROUND}
+        self._rounds = {0: ROUND}
 
     def due(self, step: int) -> Round | None:
         """Return the round due at ``step``, or None when the step is local."""
@@ -170,7 +171,7 @@ class _Growing(Schedule):
         """Return the round due at ``step``, or None when the step is local."""
         while self._rounds[-1] < step:
             self._rounds.append(self._rounds[-1] + self.period_at(self._rounds[-1]))
-        return _ROUND if self._rounds[bisect_left(self._rounds, step)] == step else None
+        return ROUND if self._rounds[bisect_left(self._rounds, step)] == step else None
 
 
 @final
@@ -322,132 +323,6 @@ class Shrinking(_Ramp):
         super().__init__(first, last, total_steps=total_steps, warmup_steps=warmup_steps)
         if last > first:
             raise InvalidValueError(f"last must be at most first, got {last} and {first}: or take Growing")
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long things took, as the slowest rank measured it.
-
-    Attributes:
-        step_s: Seconds of a step since the last round, rounds not counted; 0 if there was none.
-        round_s: Seconds of the last round from the ranks' agreement on; 0 if there was none.
-    """
-
-    step_s: float
-    round_s: float
-
-
-class PacedSchedule(Schedule):
-    """Decides at a round when the next one is due, from what the ranks told each other in it.
-
-    All ranks decide from the same figures, and so the same; its ``state_dict`` belongs to a checkpoint.
-
-    Args:
-        warmup_steps: Steps before the first round.
-        max_period: The longest period, in steps.
-    """
-
-    def __init__(self, warmup_steps: int, max_period: int) -> None:
-        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, minimum=0)
-        self.max_period = check_whole_number("max_period", max_period, minimum=1)
-        self.next_step = self.warmup_steps
-        self.period = 1
-
-    @abstractmethod
-    def wanted_period(self, pace: Pace) -> float:
-        """Return how many steps there should be until the next round."""
-
-    def decide(self, step: int, pace: Pace) -> None:
-        """Set the step of the next round, after one at ``step``.
-
-        The period at most doubles from round to round: the first figures are of few steps.
-        """
-        wanted = self.wanted_period(pace) if pace.step_s > 0 else 1
-        self.period = max(1, min(ceil(wanted), self.max_period, 2 * self.period))
-        self.next_step = step + self.period
-
-    def due(self, step: int) -> Round | None:
-        """Return the round due at ``step``, or None when the step is local."""
-        return _ROUND if step >= self.next_step else None
-
-    def state_dict(self) -> dict[str, int]:
-        """Return what was decided."""
-        return {"next_step": self.next_step, "period": self.period}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what was decided.
-
-        Raises:
-            StateDictError: an entry is missing or wrong.
-        """
-        try:
-            next_step = check_whole_number("next_step", state_dict["next_step"], minimum=0)
-            self.period = check_whole_number("period", state_dict["period"], minimum=1)
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateDictError(f"the schedule in state_dict is damaged: {error!r}") from None
-        self.next_step = next_step
-
-
-@final
-class Adaptive(PacedSchedule):
-    """Picks its own period, so that rounds take at most a share of the time of the steps between them.
-
-    Args:
-        overhead: That share, over 0 and at most 1.
-        max_period: The longest period, in steps.
-        warmup_steps: Steps before the first round.
-
-    Raises:
-        InvalidTypeError, InvalidValueError: an argument breaks a rule.
-
-    Example:
-        >>> averager = averagers.PeriodicModelAverager(schedule=averagers.Adaptive(overhead=0.05))
-    """
-
-    def __init__(self, overhead: float = 0.05, *, max_period: int = 1000, warmup_steps: int = 0) -> None:
-        super().__init__(warmup_steps, max_period)
-        self.overhead = check_share("overhead", overhead)
-
-    def wanted_period(self, pace: Pace) -> float:
-        """Return the least ``H`` with ``round time <= overhead * H * step time``."""
-        return pace.round_s / (self.overhead * pace.step_s)
-
-    def configuration(self) -> dict[str, Any]:
-        """Return the numbers."""
-        return {
-            "schedule": f"Adaptive({self.overhead}, max_period={self.max_period}, warmup_steps={self.warmup_steps})"
-        }
-
-
-@final
-class EverySeconds(PacedSchedule):
-    """Averages about every so many seconds, counted in the slowest rank's steps.
-
-    Args:
-        seconds: From one round to the next.
-        max_period: The longest period, in steps.
-        warmup_steps: Steps before the first round.
-
-    Raises:
-        InvalidTypeError, InvalidValueError: an argument breaks a rule.
-
-    Example:
-        >>> averager = averagers.PeriodicModelAverager(schedule=averagers.EverySeconds(60))
-    """
-
-    def __init__(self, seconds: float, *, max_period: int = 10**6, warmup_steps: int = 0) -> None:
-        super().__init__(warmup_steps, max_period)
-        self.seconds = check_positive("seconds", seconds)
-
-    def wanted_period(self, pace: Pace) -> float:
-        """Return how many steps, and a round, take so long."""
-        return (self.seconds - pace.round_s) / pace.step_s
-
-    def configuration(self) -> dict[str, Any]:
-        """Return the numbers."""
-        return {
-            "schedule": f"EverySeconds({self.seconds}, max_period={self.max_period}, warmup_steps={self.warmup_steps})"
-        }
 
 
 def equivalent_period(world_size: int, groups: int | Sequence[int], inner: int, outer: int, *further: int) -> float:

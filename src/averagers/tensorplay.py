@@ -38,6 +38,7 @@ from averagers.mixing.mixers import Assign, Elastic, Mixer, Nesterov, Outer, Slo
 from averagers.mixing.overlap import Delayed, Overlap
 from averagers.observe.console import Console
 from averagers.observe.jsonl import JsonLines
+from averagers.pace import Adaptive, EverySeconds
 from averagers.reduction.codecs import Cast, Codec, Int4, Int8, TopK
 from averagers.reduction.framework import Framework
 from averagers.reduction.interface import (
@@ -53,9 +54,7 @@ from averagers.reduction.interface import (
 from averagers.reduction.layout import Kind
 from averagers.reduction.rules import CenteredClipping, Median, Rule, TrimmedMean
 from averagers.schedule import (
-    Adaptive,
     Every,
-    EverySeconds,
     Growing,
     QuadraticRule,
     Schedule,

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 from averagers.errors import AveragersError
 from averagers.hierarchy import Hierarchy
+from averagers.pace import Adaptive, EverySeconds, Pace
 from averagers.schedule import (
-    Adaptive,
     Every,
-    EverySeconds,
     Growing,
     Hierarchical,
-    Pace,
     QuadraticRule,
     Round,
     Schedule,

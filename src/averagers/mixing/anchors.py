@@ -16,7 +16,8 @@ from averagers.reduction.anchor import Anchor, flat_copy
 from averagers.reduction.groups import Route
 from averagers.reduction.interface import Tensor
 from averagers.reduction.method import Method
-from averagers.reduction.reducer import Reducer, Selection
+from averagers.reduction.reducer import Reducer
+from averagers.reduction.selection import Selection
 
 
 @final

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, final
 
@@ -15,17 +13,19 @@ from averagers.reduction.anchor import Anchor
 from averagers.reduction.codecs import Codec
 from averagers.reduction.coded import residual_sizes
 from averagers.reduction.groups import Group, Route
-from averagers.reduction.interface import Lane, Record, Tensor, TensorOperations, Work
-from averagers.reduction.layout import Bucket, Kind, plan_buckets
+from averagers.reduction.interface import Lane, Tensor, TensorOperations, Work
+from averagers.reduction.layout import Bucket, Kind
 from averagers.reduction.loads import Buffers, Displacements, DriftMeter, Load, Weights
 from averagers.reduction.method import Method
+from averagers.reduction.pipeline import Run, run_pipeline
 from averagers.reduction.selection import (
+    Layout,
     Listing,
     Selected,
+    Selection,
     describe,
     elements,
     in_memory_order,
-    overlapping,
     select_every_tensor,
     select_tensors,
     shaped_like,
@@ -48,104 +48,6 @@ class Reduced:
 
     wire_bytes: int
     drift: float | None
-
-
-@final
-@dataclass(frozen=True)
-class _Layout:
-    """What is computed once and kept while the list of tensors stays the same.
-
-    Attributes:
-        records: Place, shape and type of each tensor; any change of these makes a new layout.
-        listing: The tensors as the ranks compare them.
-        bucket_bytes: Most bytes of a bucket that is not cut.
-        sizes: How many elements of its bucket each tensor has.
-        kinds: What the buckets of each hold.
-        asides: Which of them go along with the parameters.
-        plans: The plan for each number of pieces that buckets are cut into, made when it is first needed.
-        parts: Layouts of some of the tensors, made when they are first needed.
-    """
-
-    records: list[Record]
-    listing: Listing
-    bucket_bytes: int
-    sizes: list[int]
-    kinds: list[Kind]
-    asides: list[bool]
-    plans: dict[int, tuple[Bucket, ...]]
-    parts: dict[tuple[int, ...], _Layout] = field(default_factory=dict)
-
-    def part(self, positions: tuple[int, ...]) -> _Layout:
-        """Return the layout of the tensors at these positions."""
-        if positions not in self.parts:
-            records = [self.records[position] for position in positions]
-            descriptions = tuple(self.listing.descriptions[position] for position in positions)
-            self.parts[positions] = _Layout(
-                records,
-                Listing(descriptions, sum(prod(record.shape) for record in records)),
-                self.bucket_bytes,
-                [self.sizes[position] for position in positions],
-                [self.kinds[position] for position in positions],
-                [self.asides[position] for position in positions],
-                {},
-            )
-        return self.parts[positions]
-
-    def buckets(self, cut: int) -> tuple[Bucket, ...]:
-        """Return the plan with buckets that are cut into so many pieces."""
-        if cut not in self.plans:
-            self.plans[cut] = plan_buckets(self.sizes, self.kinds, bucket_bytes=max(1, self.bucket_bytes // cut))
-        return self.plans[cut]
-
-    @cached_property
-    def shared_memory(self) -> frozenset[int]:
-        """Positions of tensors whose memory overlaps another's, or their own."""
-        return overlapping(self.records)
-
-
-@final
-@dataclass(frozen=True)
-class Selection:
-    """The tensors of one round, and how they travel.
-
-    Attributes:
-        tensors: What lies on this rank.
-        wholes: What that is of: the same, or the sharded tensor of which it is a part.
-        lrs: The learning rate of each one's parameter group; None of those that came in none.
-        layout: The plan.
-    """
-
-    tensors: Sequence[Tensor]
-    wholes: Sequence[Tensor]
-    lrs: Sequence[float | None]
-    layout: _Layout
-
-    def part(self, positions: tuple[int, ...]) -> Selection:
-        """Return the tensors at these positions as a selection."""
-        return Selection(
-            [self.tensors[position] for position in positions],
-            [self.wholes[position] for position in positions],
-            [self.lrs[position] for position in positions],
-            self.layout.part(positions),
-        )
-
-    @property
-    def sharded(self) -> list[Tensor]:
-        """Those of which only a part lies here."""
-        return [whole for whole, tensor in zip(self.wholes, self.tensors, strict=True) if whole is not tensor]
-
-    @property
-    def listing(self) -> Listing:
-        """The tensors as the ranks compare them."""
-        return self.layout.listing
-
-    def anchored_lengths(self, *, with_float64: bool) -> list[int | None]:
-        """Return how many values an anchor holds of each tensor; None of those that go as they are."""
-        layout = self.layout
-        return [
-            size if (with_float64 or kind.itemsize <= 4) and not kind.is_aside else None
-            for size, kind in zip(layout.sizes, layout.kinds, strict=True)
-        ]
 
 
 @final
@@ -177,7 +79,7 @@ class Reducer:
     def __init__(self, operations: TensorOperations, bucket_bytes: int) -> None:
         self.operations = operations
         self.bucket_bytes = bucket_bytes
-        self._layout = _Layout([], Listing((), 0), bucket_bytes, [], [], [], {})
+        self._layout = Layout([], Listing((), 0), bucket_bytes, [], [], [], {})
         self._idle_buffers: list[Buffers] = []
 
     def select(self, params: Iterable[Any], once_trainable: set[int]) -> Selection:
@@ -382,7 +284,7 @@ class Reducer:
                 for record, kind in zip(records, kinds, strict=True)
             ]
             listing = describe(records, self.operations)
-            self._layout = _Layout(records, listing, self.bucket_bytes, sizes, kinds, asides, {})
+            self._layout = Layout(records, listing, self.bucket_bytes, sizes, kinds, asides, {})
         return Selection(
             [one.tensor for one in selected],
             [one.whole for one in selected],
@@ -402,17 +304,17 @@ class Reducer:
         """Run every bucket through its transfer, and return the bytes that this rank sent."""
         wire_bytes = 0.0
 
-        def runs() -> Iterator[_Run]:
+        def runs() -> Iterator[Run]:
             nonlocal wire_bytes
             for index, bucket in enumerate(selection.layout.buckets(cut)):
                 load, transfer = journey_of(index, bucket)
                 wire_bytes += transfer.wire_bytes(load, [leg.size for leg in route.legs])
                 lanes = [leg.lane(index, bucket.kind.device.type) for leg in route.legs]
-                yield _Run(self._steps(transfer, load, lanes), transfer.lags)
+                yield Run(self._steps(transfer, load, lanes), transfer.lags)
 
         with self.operations.plain_memory():
             # Where this fails, collectives under way may write into the buffers that are not idle: they are let go.
-            _run_pipeline(runs(), route.group.mark_arrival)
+            run_pipeline(runs(), route.group.mark_arrival)
             self.operations.mark_written(written)
         return round(wire_bytes)
 
@@ -455,57 +357,3 @@ def _shares(weights: Sequence[float], route: Route) -> Shares:
     total = math.fsum(weight / largest for weight in weights)
     share_of = {rank: weight / largest / total for rank, weight in zip(group.ranks, weights, strict=True)}
     return Shares(share_of[group.rank], [share_of[rank] for rank in route.legs[0].ranks], None)
-
-
-@dataclass
-class _Run:
-    """A bucket under way: its generator, the collective it waits for, and when to go on.
-
-    Attributes:
-        steps: Yields each collective that it has started.
-        lags: How many buckets are started between two steps of this one, for each step in turn.
-        num_steps: How many steps it has taken.
-        due: The tick of the next step.
-        work: The collective to wait for then.
-    """
-
-    steps: Generator[Work, None, None]
-    lags: Sequence[int]
-    num_steps: int = 0
-    due: int = 0
-    work: Work | None = None
-
-    def advance(self, tick: int, when_late: Callable[[], None]) -> bool:
-        """Wait for the collective under way and go on; False at the end."""
-        if self.work is not None:
-            self.work.wait(when_late)
-        self.work = next(self.steps, None)
-        if self.work is None:
-            return False
-        self.due = tick + self.lags[self.num_steps]
-        self.num_steps += 1
-        return True
-
-
-def _run_pipeline(runs: Iterable[_Run], when_late: Callable[[], None]) -> None:
-    """Start the runs in turn, and go on with those whose lag has passed.
-
-    When a run goes on is counted in buckets, never in time, so that every rank starts the same
-    collectives in the same order.
-    """
-    under_way: deque[_Run] = deque()
-    tick = 0
-    for run in runs:
-        tick += 1
-        _advance_due(under_way, tick, when_late)
-        if run.advance(tick, when_late):
-            under_way.append(run)
-    while under_way:
-        tick += 1
-        _advance_due(under_way, tick, when_late)
-
-
-def _advance_due(under_way: deque[_Run], tick: int, when_late: Callable[[], None]) -> None:
-    for run in [run for run in under_way if run.due == tick]:
-        if not run.advance(tick, when_late):
-            under_way.remove(run)

@@ -1,18 +1,19 @@
-"""What is averaged: reads the caller's ``params`` once, checks every tensor, and describes the list (pure)."""
+"""What is averaged: reads the caller's ``params`` once, checks every tensor, describes and lays out the list (pure)."""
 
 from __future__ import annotations
 
 import marshal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from averagers.content import Aside
 from averagers.errors import InvalidTypeError, InvalidValueError, UnsupportedTensorError
 from averagers.reduction.interface import Record, Tensor, TensorOperations, stride_order
+from averagers.reduction.layout import Bucket, Kind, plan_buckets
 
 
 class TensorDescription(NamedTuple):
@@ -74,6 +75,104 @@ class Selected(NamedTuple):
     whole: Tensor
     lr: float | None = None
     is_aside: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """What is computed once and kept while the list of tensors stays the same.
+
+    Attributes:
+        records: Place, shape and type of each tensor; any change of these makes a new layout.
+        listing: The tensors as the ranks compare them.
+        bucket_bytes: Most bytes of a bucket that is not cut.
+        sizes: How many elements of its bucket each tensor has.
+        kinds: What the buckets of each hold.
+        asides: Which of them go along with the parameters.
+        plans: The plan for each number of pieces that buckets are cut into, made when it is first needed.
+        parts: Layouts of some of the tensors, made when they are first needed.
+    """
+
+    records: list[Record]
+    listing: Listing
+    bucket_bytes: int
+    sizes: list[int]
+    kinds: list[Kind]
+    asides: list[bool]
+    plans: dict[int, tuple[Bucket, ...]]
+    parts: dict[tuple[int, ...], Layout] = field(default_factory=dict)
+
+    def part(self, positions: tuple[int, ...]) -> Layout:
+        """Return the layout of the tensors at these positions."""
+        if positions not in self.parts:
+            records = [self.records[position] for position in positions]
+            descriptions = tuple(self.listing.descriptions[position] for position in positions)
+            self.parts[positions] = Layout(
+                records,
+                Listing(descriptions, sum(prod(record.shape) for record in records)),
+                self.bucket_bytes,
+                [self.sizes[position] for position in positions],
+                [self.kinds[position] for position in positions],
+                [self.asides[position] for position in positions],
+                {},
+            )
+        return self.parts[positions]
+
+    def buckets(self, cut: int) -> tuple[Bucket, ...]:
+        """Return the plan with buckets that are cut into so many pieces."""
+        if cut not in self.plans:
+            self.plans[cut] = plan_buckets(self.sizes, self.kinds, bucket_bytes=max(1, self.bucket_bytes // cut))
+        return self.plans[cut]
+
+    @cached_property
+    def shared_memory(self) -> frozenset[int]:
+        """Positions of tensors whose memory overlaps another's, or their own."""
+        return overlapping(self.records)
+
+
+@final
+@dataclass(frozen=True)
+class Selection:
+    """The tensors of one round, and how they travel.
+
+    Attributes:
+        tensors: What lies on this rank.
+        wholes: What that is of: the same, or the sharded tensor of which it is a part.
+        lrs: The learning rate of each one's parameter group; None of those that came in none.
+        layout: The plan.
+    """
+
+    tensors: Sequence[Tensor]
+    wholes: Sequence[Tensor]
+    lrs: Sequence[float | None]
+    layout: Layout
+
+    def part(self, positions: tuple[int, ...]) -> Selection:
+        """Return the tensors at these positions as a selection."""
+        return Selection(
+            [self.tensors[position] for position in positions],
+            [self.wholes[position] for position in positions],
+            [self.lrs[position] for position in positions],
+            self.layout.part(positions),
+        )
+
+    @property
+    def sharded(self) -> list[Tensor]:
+        """Those of which only a part lies here."""
+        return [whole for whole, tensor in zip(self.wholes, self.tensors, strict=True) if whole is not tensor]
+
+    @property
+    def listing(self) -> Listing:
+        """The tensors as the ranks compare them."""
+        return self.layout.listing
+
+    def anchored_lengths(self, *, with_float64: bool) -> list[int | None]:
+        """Return how many values an anchor holds of each tensor; None of those that go as they are."""
+        layout = self.layout
+        return [
+            size if (with_float64 or kind.itemsize <= 4) and not kind.is_aside else None
+            for size, kind in zip(layout.sizes, layout.kinds, strict=True)
+        ]
 
 
 def select_tensors(params: Iterable[Any], once_trainable: set[int], operations: TensorOperations) -> list[Selected]:

@@ -20,8 +20,7 @@ from averagers.mixing.mixers import Mixing
 from averagers.reduction.anchor import Anchor
 from averagers.reduction.groups import Group
 from averagers.reduction.pytorch import PYTORCH
-from averagers.reduction.reducer import Selection
-from averagers.reduction.selection import named_tensors, shaped_like
+from averagers.reduction.selection import Selection, named_tensors, shaped_like
 from averagers.training.attach import Attachment
 from averagers.training.optimizer import ModelAveragingOptimizer
 
