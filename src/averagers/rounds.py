@@ -6,6 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from averagers.arguments import (
@@ -30,6 +31,53 @@ from averagers.reduction.selection import Selection
 from averagers.safety.agreement import NO_FIGURES, Agreement, Figures, Statement, agree
 from averagers.safety.failure import explain_failure
 from averagers.safety.opening import Level, open_routes
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A round that is about to begin.
+
+    Attributes:
+        call: The method that asks for it.
+        level: Whose group averages.
+        fragment: Which part of the model; None for all of it, whatever the level's fragments.
+        unit: The level's fragment, as the averager counts them.
+        whole: All that is averaged.
+        selection: What of it this round averages.
+        anchor: What is counted from; None where values go as they are.
+        parts: What the level does.
+    """
+
+    call: str
+    level: int
+    fragment: int | None
+    unit: int
+    whole: Selection
+    selection: Selection
+    anchor: Anchor | None
+    parts: Parts
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole model is averaged."""
+        return self.selection is self.whole
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the weights stay what they become."""
+        return self.call != "averaged"
+
+    @property
+    def is_later(self) -> bool:
+        """Whether it lands some steps later: one of the schedule, once there is the anchor that it needs."""
+        is_ready = self.parts.has_anchor == (self.anchor is not None)
+        return self.call == "average_parameters" and self.parts.delayed is not None and is_ready
+
+    @property
+    def leaves_one_model(self) -> bool:
+        """Whether the ranks have the same weights right after it."""
+        is_pulled = self.anchor is not None and isinstance(self.parts.mixer, Elastic)
+        return self.is_whole and not self.is_later and not is_pulled
 
 
 class RoundAverager(ModelAverager):
@@ -166,79 +214,79 @@ class RoundAverager(ModelAverager):
         is_wanted: bool = True,
     ) -> bool:
         """Average ``content``, or a fragment, in the group of ``level``, if one of its ranks wants it; return if so."""
-        route = self._routes[level] if self._routes else None
-        if route is None or route.group.size == 1:
+        if not self._routes or self._routes[level].group.size == 1:
             if not self._checked_params:
                 self._select(content)
             return is_wanted
+        due = self._due(content, selection, level, call, fragment)
+        group, facts, figures = self._routes[level].group, self._facts(due), self._figures(due)
+        with self._together(group, level, call, due.selection, facts, int(is_wanted), figures) as (report, agreement):
+            if agreement.wish:
+                self._carry_out(due, content, agreement, report)
+        if agreement.wish and due.is_later and self._flights[-1].land_at == self._step:
+            self._land(self._flights[-1], due.whole)
+        return bool(agreement.wish)
+
+    def _due(
+        self, content: RoundContent, selection: Selection | None, level: int, call: str, fragment: int | None
+    ) -> _Due:
+        """Return the round that ``call`` asks for, once its tensors are checked."""
         try:
-            selection = selection or self._select(content)
-            self._reducer.check(selection, route.group)
-            self._anchors.check_order(selection)
-            whole = selection
-            if fragment is not None:
-                selection = self._fragment_of(whole, level, fragment)
+            whole = selection or self._select(content)
+            self._reducer.check(whole, self._routes[level].group)
+            self._anchors.check_order(whole)
+            selection = whole if fragment is None else self._fragment_of(whole, level, fragment)
         except Exception:
             self._left_a_round = True
             raise
+        unit = self._units.index((level, fragment or 0))
         # What `averaged` shows is taken back: it is no round that displacements could be counted from.
-        is_kept = call != "averaged"
-        parts, unit = self._parts[level], self._units.index((level, fragment or 0))
-        anchor = self._anchors.of(unit, selection, self._reducer) if is_kept else None
-        weight = self._weights[unit]
-        is_later = (
-            call == "average_parameters" and parts.delayed is not None and parts.has_anchor == (anchor is not None)
-        )
-        is_pulled = anchor is not None and isinstance(parts.mixer, Elastic)
-        if call == "averaged" and selection is whole and parts.fragments.count > 1:
+        anchor = self._anchors.of(unit, selection, self._reducer) if call != "averaged" else None
+        return _Due(call, level, fragment, unit, whole, selection, anchor, self._parts[level])
+
+    def _facts(self, due: _Due) -> dict[str, Any]:
+        """Return what of the round must be equal on all ranks, beside the tensors and the step."""
+        facts = {"fragment": str(due.fragment)}
+        mixer = due.parts.mixer
+        if due.anchor is not None:
+            facts["the anchor's round"] = str(due.anchor.moved_at)
+            if mixer is not None:
+                facts["the mixer's settings"] = self._anchors.settings(due.unit, due.selection, self._reducer)
+            if mixer is not None and mixer.needs_lr:
+                facts["the learning rate"] = ", ".join(map(str, dict.fromkeys(due.parts.lrs(due.selection))))
+        return facts
+
+    def _figures(self, due: _Due) -> Figures:
+        """Return what this rank has to tell the others of itself."""
+        weight = self._weights[due.unit]
+        if due.call == "averaged" and due.is_whole and due.parts.fragments.count > 1:
             weight = None  # fragments have weights of their own
-        if self._has_joined and self._num_calls == self._calls_at_round[unit]:
+        if self._has_joined and self._num_calls == self._calls_at_round[due.unit]:
             weight = 0.0
-        facts = {"fragment": str(fragment)}
-        if anchor is not None:
-            facts["the anchor's round"] = str(anchor.moved_at)
-            if parts.mixer is not None:
-                facts["the mixer's settings"] = self._anchors.settings(unit, selection, self._reducer)
-            if parts.mixer is not None and parts.mixer.needs_lr:
-                facts["the learning rate"] = ", ".join(map(str, dict.fromkeys(parts.lrs(selection))))
-        figures = Figures(-1.0 if weight is None else weight, self._stopwatch.take_step_s(), self._stopwatch.round_s)
-        with self._together(route.group, level, call, selection, facts, int(is_wanted), figures) as (report, agreement):
-            agreed = agreement
-            if agreed.wish:
-                if call == "finish" and not any(agreed.weights):
-                    # Nobody did anything since, but replicas may differ: all count the same.
-                    agreed = agreed._replace(figures=(NO_FIGURES,) * route.group.size)
-                parts.method.check_weights(agreed.weights)
-                report.started(len(selection.tensors), selection.listing.num_elements)
-                if is_later:
-                    self._send(unit, selection, anchor, agreed, report)
-                else:
-                    began = time.perf_counter()
-                    reduced = self._average_now(unit, selection, anchor, agreed, is_last=call == "finish")
-                    if is_kept:
-                        self._anchors.take(
-                            unit,
-                            selection,
-                            self._reducer,
-                            # Counting from weights takes weights that the ranks of a group have in common.
-                            within=[] if selection is not whole or is_pulled else self._units_below(level),
-                            step=self._step,
-                            is_moved=anchor is not None,
-                        )
-                    content.landed(is_kept=is_kept)
-                    self._stopwatch.round_s = time.perf_counter() - began
-                    report.finished(reduced.wire_bytes, reduced.drift)
-                is_one_model = not is_later and not is_pulled and selection is whole
-                if is_kept:
-                    self._anchors.know(whole)
-                    for done in (unit, *self._units_below(level)) if is_one_model else (unit,):
-                        self._weights[done] = None
-                        self._calls_at_round[done] = self._num_calls
-                if call == "average_parameters":
-                    self._note_round(level, selection, agreed, is_one_model=is_one_model)
-        if agreed.wish and is_later and self._flights[-1].land_at == self._step:
-            self._land(self._flights[-1], whole)
-        return bool(agreed.wish)
+        return Figures(-1.0 if weight is None else weight, self._stopwatch.take_step_s(), self._stopwatch.round_s)
+
+    def _carry_out(self, due: _Due, content: RoundContent, agreement: Agreement, report: RoundReport) -> None:
+        """Average, or begin to, now that all agree; and note that it was done."""
+        if due.call == "finish" and not any(agreement.weights):
+            # Nobody did anything since, but replicas may differ: all count the same.
+            agreement = agreement._replace(figures=(NO_FIGURES,) * self._routes[due.level].group.size)
+        due.parts.method.check_weights(agreement.weights)
+        report.started(len(due.selection.tensors), due.selection.listing.num_elements)
+        if due.is_later:
+            self._send(due, agreement, report)
+        else:
+            began = time.perf_counter()
+            reduced = self._average_now(due, agreement)
+            content.landed(is_kept=due.is_kept)
+            self._stopwatch.round_s = time.perf_counter() - began
+            report.finished(reduced.wire_bytes, reduced.drift)
+        if due.is_kept:
+            self._anchors.know(due.whole)
+            for done in (due.unit, *self._units_below(due.level)) if due.leaves_one_model else (due.unit,):
+                self._weights[done] = None
+                self._calls_at_round[done] = self._num_calls
+        if due.call == "average_parameters":
+            self._note_round(due.level, due.selection, agreement, is_one_model=due.leaves_one_model)
 
     def _fragment_of(self, whole: Selection, level: int, fragment: int) -> Selection:
         fragments = self._parts[level].fragments
@@ -247,17 +295,15 @@ class RoundAverager(ModelAverager):
     def _units_below(self, level: int) -> list[int]:
         return [unit for unit, (below, _) in enumerate(self._units) if below < level]
 
-    def _average_now(
-        self, unit: int, selection: Selection, anchor: Anchor | None, agreement: Agreement, *, is_last: bool
-    ) -> Reduced:
+    def _average_now(self, due: _Due, agreement: Agreement) -> Reduced:
         """Average, and let the mean, or what the mixer makes of it, take the weights' place."""
-        level, _ = self._units[unit]
-        parts, route = self._parts[level], self._routes[level]
-        staged = self._reducer.stage(selection, anchor) if anchor is not None and parts.mixer is not None else None
+        selection, anchor, route = due.selection, due.anchor, self._routes[due.level]
+        is_mixed = anchor is not None and due.parts.mixer is not None
+        staged = self._reducer.stage(selection, anchor) if is_mixed else None
         reduced = self._reducer.average_(
             selection,
             route,
-            parts.method,
+            due.parts.method,
             measure_drift=self._measure_drift,
             weights=agreement.weights,
             anchor=anchor,
@@ -265,28 +311,35 @@ class RoundAverager(ModelAverager):
         )
         if staged is not None:
             targets = self._anchors.mix_(
-                unit,
+                due.unit,
                 selection,
                 self._reducer,
                 staged.values,
                 num_ranks=route.group.size,
-                lrs=parts.lrs(selection),
-                is_last=is_last,
+                lrs=due.parts.lrs(selection),
+                is_last=due.call == "finish",
             )
             self._reducer.land_(selection, targets, keep=0.0)
+        if due.is_kept:
+            self._anchors.take(
+                due.unit,
+                selection,
+                self._reducer,
+                # Counting from weights takes weights that the ranks of a group have in common.
+                within=self._units_below(due.level) if due.leaves_one_model else [],
+                step=self._step,
+                is_moved=anchor is not None,
+            )
         return reduced
 
-    def _send(
-        self, unit: int, selection: Selection, anchor: Anchor | None, agreement: Agreement, report: RoundReport
-    ) -> None:
+    def _send(self, due: _Due, agreement: Agreement, report: RoundReport) -> None:
         """Begin a round that goes on while this thread does."""
-        level, _ = self._units[unit]
-        parts, route = self._parts[level], self._routes_beside[level]
+        selection, anchor, parts, route = due.selection, due.anchor, due.parts, self._routes_beside[due.level]
         assert parts.delayed is not None
         assert route is not None
         staged = self._reducer.stage(selection, anchor)
         flight = Flight(
-            unit,
+            due.unit,
             sent_at=self._step,
             land_at=self._step + parts.delayed.steps,
             digest=selection.listing.digest_without_names,
