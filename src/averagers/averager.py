@@ -271,7 +271,7 @@ class HierarchicalModelAverager(ScheduledAverager):
     def period_process_group_dict(self) -> OrderedDict[int, Any]:
         """The process group of each period, ascending; this rank's own, empty outside the process group."""
         return OrderedDict(
-            (period, route.group.handle) for period, route in zip(self._periods, self._routes, strict=False)
+            (period, route.group.handle) for period, route in zip(self._periods, self._routes.levels, strict=False)
         )
 
 

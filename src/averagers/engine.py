@@ -176,7 +176,7 @@ class ScheduledAverager(RoundAverager):
         self._refuse_if_unusable()
         selection = self._reducer.select_all(tensors)
         if not self._is_alone:
-            group = self._routes[-1].group
+            group = self._routes.levels[-1].group
             self._reducer.check(selection, group)
             with self._together(group, self._top, "broadcast", selection):
                 self._reducer.broadcast_(selection, group)
@@ -249,8 +249,9 @@ class ScheduledAverager(RoundAverager):
         if self._is_closed:
             self._refuse_if_unusable()
         selection = self._reducer.select(as_content(params).tensors(), set(self._once_trainable))
-        anchors = self._anchors.prepare(selection, self._reducer, self._routes) if self._routes else []
-        return selection, [(route.group, anchor) for route, anchor in zip(self._routes, anchors, strict=True)]
+        routes = self._routes.levels
+        anchors = self._anchors.prepare(selection, self._reducer, routes) if routes else []
+        return selection, [(route.group, anchor) for route, anchor in zip(routes, anchors, strict=True)]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned; also makes an averager usable after a failed round.
@@ -270,7 +271,7 @@ class ScheduledAverager(RoundAverager):
         if isinstance(self._schedule, PacedSchedule):
             self._schedule.load_state_dict(state_dict.get("schedule", {}))
         if self._refusal is not None or self._left_a_round:
-            self._abandon_groups()
+            self._routes.abandon()
             self._release_groups()
             self._open_groups()
             self._refusal = None
@@ -305,9 +306,7 @@ class ScheduledAverager(RoundAverager):
         twin._calls_at_round = list(self._calls_at_round)
         twin._schedule = copy.copy(self._schedule)
         twin._stopwatch = Stopwatch()
-        twin._routes = list(self._routes)
-        for group in twin._opened_groups():
-            self._framework.groups.share(group)
+        twin._routes = self._routes.shared()
         return twin
 
     def __repr__(self) -> str:
@@ -355,5 +354,5 @@ class ScheduledAverager(RoundAverager):
             paces = [figures[1:] for figures in agreement.figures]
             self._schedule.decide(self._step, Pace(*map(max, zip(*paces, strict=True))))
         # Two levels of one size share their group.
-        is_of_all = self._routes[level].group is self._routes[-1].group
+        is_of_all = self._routes.levels[level].group is self._routes.levels[-1].group
         self._one_model_at = (self._step + 1, selection.listing.digest) if is_one_model and is_of_all else None

@@ -25,12 +25,12 @@ from averagers.mixing.mixers import Elastic
 from averagers.mixing.overlap import Flight
 from averagers.pace import Stopwatch
 from averagers.reduction.anchor import Anchor
-from averagers.reduction.groups import Group, Route
+from averagers.reduction.groups import Group
 from averagers.reduction.reducer import Reduced
 from averagers.reduction.selection import Selection
 from averagers.safety.agreement import NO_FIGURES, Agreement, Figures, Statement, agree
 from averagers.safety.failure import explain_failure
-from averagers.safety.opening import Level, open_routes
+from averagers.safety.opening import Level, Routes, open_routes
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,6 @@ class RoundAverager(ModelAverager):
         self._is_closed = False
         # This rank raised where the others began a round: their groups are broken, and so are these.
         self._left_a_round = False
-        self._number = 0
         # After which step, with which tensors, a round of all ranks left one model.
         self._one_model_at: tuple[int, bytes] | None = None
         self._read_iterator: Any = None
@@ -154,11 +153,10 @@ class RoundAverager(ModelAverager):
         self._calls_at_round = [0] * len(self._units)
         # Out of data: it only receives.
         self._has_joined = False
-        self._routes: list[Route] = []
         # Rounds under way, in the order in which they were sent; and what carries them.
         self._flights: list[Flight] = []
         self._reducer_beside = self._framework.new_reducer(bucket_bytes)
-        self._routes_beside: list[Route | None] = []
+        self._routes = Routes(self._framework.groups)
         self._ranks = self._framework.groups.members(self.process_group)
         self._nodes = check_nodes(nodes, self._ranks)
         self._open_groups()
@@ -166,8 +164,7 @@ class RoundAverager(ModelAverager):
     @property
     def is_usable(self) -> bool:
         """Whether rounds are possible: not closed, no round failed, no process group destroyed."""
-        groups = self._framework.groups
-        return self._refusal is None and all(groups.is_alive(group) for group in self._opened_groups())
+        return self._refusal is None and self._routes.are_alive
 
     @property
     def has_overlap(self) -> bool:
@@ -181,12 +178,12 @@ class RoundAverager(ModelAverager):
 
     @property
     def _top(self) -> int:
-        return len(self._routes) - 1
+        return len(self._routes.levels) - 1
 
     @property
     def _is_alone(self) -> bool:
         """Whether there is nobody to average with: outside the process group, or the only one in it."""
-        return not self._routes or self._routes[-1].group.size == 1
+        return not self._routes.levels or self._routes.levels[-1].group.size == 1
 
     def _select(self, content: RoundContent) -> Selection:
         tensors = content.tensors()
@@ -214,12 +211,12 @@ class RoundAverager(ModelAverager):
         is_wanted: bool = True,
     ) -> bool:
         """Average ``content``, or a fragment, in the group of ``level``, if one of its ranks wants it; return if so."""
-        if not self._routes or self._routes[level].group.size == 1:
+        if not self._routes.levels or self._routes.levels[level].group.size == 1:
             if not self._checked_params:
                 self._select(content)
             return is_wanted
         due = self._due(content, selection, level, call, fragment)
-        group, facts, figures = self._routes[level].group, self._facts(due), self._figures(due)
+        group, facts, figures = self._routes.levels[level].group, self._facts(due), self._figures(due)
         with self._together(group, level, call, due.selection, facts, int(is_wanted), figures) as (report, agreement):
             if agreement.wish:
                 self._carry_out(due, content, agreement, report)
@@ -233,7 +230,7 @@ class RoundAverager(ModelAverager):
         """Return the round that ``call`` asks for, once its tensors are checked."""
         try:
             whole = selection or self._select(content)
-            self._reducer.check(whole, self._routes[level].group)
+            self._reducer.check(whole, self._routes.levels[level].group)
             self._anchors.check_order(whole)
             selection = whole if fragment is None else self._fragment_of(whole, level, fragment)
         except Exception:
@@ -269,7 +266,7 @@ class RoundAverager(ModelAverager):
         """Average, or begin to, now that all agree; and note that it was done."""
         if due.call == "finish" and not any(agreement.weights):
             # Nobody did anything since, but replicas may differ: all count the same.
-            agreement = agreement._replace(figures=(NO_FIGURES,) * self._routes[due.level].group.size)
+            agreement = agreement._replace(figures=(NO_FIGURES,) * self._routes.levels[due.level].group.size)
         due.parts.method.check_weights(agreement.weights)
         report.started(len(due.selection.tensors), due.selection.listing.num_elements)
         if due.is_later:
@@ -297,7 +294,7 @@ class RoundAverager(ModelAverager):
 
     def _average_now(self, due: _Due, agreement: Agreement) -> Reduced:
         """Average, and let the mean, or what the mixer makes of it, take the weights' place."""
-        selection, anchor, route = due.selection, due.anchor, self._routes[due.level]
+        selection, anchor, route = due.selection, due.anchor, self._routes.levels[due.level]
         is_mixed = anchor is not None and due.parts.mixer is not None
         staged = self._reducer.stage(selection, anchor) if is_mixed else None
         reduced = self._reducer.average_(
@@ -334,7 +331,7 @@ class RoundAverager(ModelAverager):
 
     def _send(self, due: _Due, agreement: Agreement, report: RoundReport) -> None:
         """Begin a round that goes on while this thread does."""
-        selection, anchor, parts, route = due.selection, due.anchor, due.parts, self._routes_beside[due.level]
+        selection, anchor, parts, route = due.selection, due.anchor, due.parts, self._routes.beside[due.level]
         assert parts.delayed is not None
         assert route is not None
         staged = self._reducer.stage(selection, anchor)
@@ -381,7 +378,7 @@ class RoundAverager(ModelAverager):
         self._flights.remove(flight)
         targets: Sequence[Any] = flight.staged.values
         if self._anchors.of(flight.unit, selection, self._reducer) is not None:
-            size = self._routes[level].group.size
+            size = self._routes.levels[level].group.size
             targets = self._anchors.mix_(
                 flight.unit, selection, self._reducer, targets, num_ranks=size, lrs=flight.lrs, is_last=False
             )
@@ -426,7 +423,13 @@ class RoundAverager(ModelAverager):
             )
         report = self._announcer.report(call, self._step, level, group.size, group.rank)
         try:
-            facts = {**self._configuration, "averager": self._number, "call": call, "step": self._step, **(facts or {})}
+            facts = {
+                **self._configuration,
+                "averager": self._routes.number,
+                "call": call,
+                "step": self._step,
+                **(facts or {}),
+            }
             agreement = agree(group, Statement(facts, selection.listing), wish, figures)
             yield report, agreement
         except (DisagreementError, InvalidValueError) as error:
@@ -445,13 +448,8 @@ class RoundAverager(ModelAverager):
         if self._refusal is not None:
             raise ClosedError(self._refusal)
 
-    def _abandon_groups(self) -> None:
-        # The groups of all levels: the others may have failed at another one, and all must make the same anew.
-        for group in self._opened_groups():
-            self._framework.groups.abandon(group)
-
     def _refuse_until_loaded(self) -> None:
-        self._abandon_groups()
+        self._routes.abandon()
         self._refusal = (
             f"a round of this {type(self).__name__} failed at step {self._step}, and the weights may be half "
             "averaged: load a checkpoint on every rank, this averager's load_state_dict included"
@@ -472,7 +470,7 @@ class RoundAverager(ModelAverager):
             "offload": [one.offload for one in self._parts],
             **self._descriptions,
         }
-        self._number, routes = open_routes(
+        self._routes = open_routes(
             self._framework.groups,
             self.process_group,
             [
@@ -483,20 +481,12 @@ class RoundAverager(ModelAverager):
             {**self._configuration, **options, "measure_drift": self._measure_drift},
             timeout_s=self._timeout_s,
         )
-        self._routes = [route for route, _ in routes]
-        self._routes_beside = [beside for _, beside in routes]
-
-    def _opened_groups(self) -> list[Group]:
-        beside = [route for route in self._routes_beside if route is not None]
-        return [group for route in [*self._routes, *beside] for group in route.groups]
 
     def _release_groups(self) -> None:
         for flight in self._flights:  # it ends at its timeout at the latest
             flight.join()
         self._flights = []
-        for group in self._opened_groups():
-            self._framework.groups.release(group)
-        self._routes, self._routes_beside = [], []
+        self._routes.release()
 
     @abstractmethod
     def _note_round(self, level: int, selection: Selection, agreement: Agreement, *, is_one_model: bool) -> None:

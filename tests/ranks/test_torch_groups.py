@@ -19,7 +19,7 @@ def num_groups() -> int:
 def own_timeout(rank: int) -> Any:
     default = averagers.PeriodicModelAverager(2)
     short = averagers.PeriodicModelAverager(2, timeout_s=7.5)
-    groups = [averager._routes[0].group for averager in (default, short)]
+    groups = [averager._routes.levels[0].group for averager in (default, short)]
     options = [g.handle._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
     return options, groups[0] is groups[1]
 
@@ -53,7 +53,7 @@ def bound_device(rank: int) -> Any:
     world = dist.group.WORLD
     world.bound_device_id = torch.device("cuda", 0)
     averager = averagers.PeriodicModelAverager(2)
-    return str(world.bound_device_id), str(averager._routes[0].group.handle.bound_device_id)
+    return str(world.bound_device_id), str(averager._routes.levels[0].group.handle.bound_device_id)
 
 
 def test_a_device_bound_to_the_world_does_not_make_new_groups_a_collective_of_the_world() -> None:

@@ -123,7 +123,7 @@ def test_after_the_process_group_was_destroyed_a_round_says_so() -> None:
 
 def unserved_device(rank: int) -> Any:
     averager = averagers.PeriodicModelAverager(2)
-    averager._routes[0].group.lanes[0].device_types = frozenset({"cuda"})  # as NCCL's are
+    averager._routes.levels[0].group.lanes[0].device_types = frozenset({"cuda"})  # as NCCL's are
     return refusal(lambda: averager.average_parameters([("weight", lib.zeros(1))]))
 
 

@@ -34,7 +34,7 @@ def _both_ways(rank: int, nodes: str) -> tuple[list[bytes], list[float], list[in
     for bucket_bytes in (1000, 8000, 2**20):  # cut into four between nodes
         flat = averagers.PeriodicModelAverager(2, nodes=["one"] * len(nodes), bucket_bytes=bucket_bytes)
         split = averagers.PeriodicModelAverager(2, nodes=list(nodes), bucket_bytes=bucket_bytes)
-        legs += [len(flat._routes[0].legs), len(split._routes[0].legs)]
+        legs += [len(flat._routes.levels[0].legs), len(split._routes.levels[0].legs)]
         sizes = (1, 2, 3, 31, 64, 513)
         one, other = ([_values(rank, size, dtype) for dtype in _DTYPES for size in sizes] for _ in range(2))
         _round(flat, one)
@@ -65,7 +65,7 @@ def _chosen(rank: int, hosts: str) -> list[list[int]]:
     socket.gethostname = lambda: hosts[rank]
     before = num_groups()
     averager = averagers.HierarchicalModelAverager({2: 2, 4: len(hosts)})
-    legs = [[leg.size for leg in route.legs] for route in averager._routes]
+    legs = [[leg.size for leg in route.legs] for route in averager._routes.levels]
     tensor = lib.tensor([float(rank)])
     averager.average_parameters([tensor])
     assert tensor.item() == pytest.approx((len(hosts) - 1) / 2)

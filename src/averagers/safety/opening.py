@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 from averagers.errors import DisagreementError
 from averagers.hierarchy import block_of, split_by_node
@@ -28,6 +28,52 @@ class Level:
     has_beside: bool
 
 
+@final
+class Routes:
+    """How the mean of each level travels, and the groups that were opened for it.
+
+    Attributes:
+        number: Tells this averager from all others of these ranks.
+        levels: The route of each level; none outside the process group, nor after ``release``.
+        beside: That of rounds under way while others begin; None of levels without.
+    """
+
+    def __init__(
+        self, groups: Groups, number: int = 0, levels: Sequence[Route] = (), beside: Sequence[Route | None] = ()
+    ) -> None:
+        self.number = number
+        self.levels = tuple(levels)
+        self.beside = tuple(beside)
+        self._groups = groups
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether all groups can still communicate."""
+        return all(self._groups.is_alive(group) for group in self._opened)
+
+    def shared(self) -> Routes:
+        """Return the same for one more user."""
+        for group in self._opened:
+            self._groups.share(group)
+        return Routes(self._groups, self.number, self.levels, self.beside)
+
+    def abandon(self) -> None:
+        """Share the groups of all levels no more: others may have failed at another one, and all make the same anew."""
+        for group in self._opened:
+            self._groups.abandon(group)
+
+    def release(self) -> None:
+        """Count one user of each group less, and have none."""
+        for group in self._opened:
+            self._groups.release(group)
+        self.levels, self.beside = (), ()
+
+    @property
+    def _opened(self) -> list[Group]:
+        beside = [route for route in self.beside if route is not None]
+        return [group for route in [*self.levels, *beside] for group in route.groups]
+
+
 def open_routes(
     groups: Groups,
     process_group: Any,
@@ -36,7 +82,7 @@ def open_routes(
     facts: Mapping[str, Any],
     *,
     timeout_s: float | None,
-) -> tuple[int, list[tuple[Route, Route | None]]]:
+) -> Routes:
     """Compare ``facts`` on the caller's group, then open a route for each level.
 
     Args:
@@ -46,10 +92,6 @@ def open_routes(
         nodes: The node of each rank of ``process_group``; None to tell it by the host names.
         facts: What must be equal on all ranks.
         timeout_s: Of each collective; None for the process group's own.
-
-    Returns:
-        A number that tells this averager from all others of these ranks, and of each level the route, and the one
-        beside it; each of their groups is to be released.
 
     Raises:
         DisagreementError: the facts differ.
@@ -72,7 +114,8 @@ def open_routes(
         groups.serial = number + 1
         if nodes is None and len(ranks) >= 4:  # with fewer there are no two nodes of two ranks
             nodes = node_of_each_rank(caller_group)
-        routes = []
+        ways: list[Route] = []
+        ways_beside: list[Route | None] = []
         for level in levels:
             block = block_of(rank, ranks, level.group_size)
             split = split_by_node(ranks, nodes, group_size=level.group_size, rank=rank) if nodes else None
@@ -83,9 +126,9 @@ def open_routes(
                 return Route(group, tuple(group if leg == block else open_group(leg, purpose) for leg in legs))
 
             # Not shared with other averagers either, whose rounds may be under way at the same time.
-            beside = open_route(f"beside averager {number}") if level.has_beside else None
-            routes.append((open_route("rounds"), beside))
-        return number, routes
+            ways_beside.append(open_route(f"beside averager {number}") if level.has_beside else None)
+            ways.append(open_route("rounds"))
+        return Routes(groups, number, ways, ways_beside)
     except DisagreementError:
         raise
     except RuntimeError as error:
