@@ -347,18 +347,21 @@ class RoundAverager(ModelAverager):
             report=report,
         )
 
+        beside = self._reducer.operations.beside({tensor.device for tensor in selection.tensors})
+
         def work() -> Reduced:
             # Tells who came, should this round fail.
             route.group.open_round("q", flight.sent_at)
-            return self._reducer_beside.average_(
-                selection,
-                route,
-                parts.method,
-                measure_drift=self._measure_drift,
-                weights=agreement.weights,
-                anchor=anchor,
-                staged=staged,
-            )
+            with beside:
+                return self._reducer_beside.average_(
+                    selection,
+                    route,
+                    parts.method,
+                    measure_drift=self._measure_drift,
+                    weights=agreement.weights,
+                    anchor=anchor,
+                    staged=staged,
+                )
 
         flight.begin(work, after=self._flights[-1] if self._flights else None)
         self._flights.append(flight)

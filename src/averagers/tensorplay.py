@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NoReturn, final
@@ -356,6 +356,9 @@ class _TensorOperations(TensorOperations):
     def plain_memory(self) -> Iterator[None]:
         with tp.inference_mode(False), tp.no_grad():
             yield
+
+    def beside(self, devices: Collection[Any]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def new_bytes(self, num_bytes: int, device: Any) -> Tensor:
         return tp.empty(num_bytes, dtype=tp.uint8, device=device)

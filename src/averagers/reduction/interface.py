@@ -7,7 +7,7 @@ only by the methods that all of them share.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from math import inf, prod
@@ -284,6 +284,13 @@ class TensorOperations(ABC):
     @abstractmethod
     def plain_memory(self) -> AbstractContextManager[None]:
         """Write without autograd, and keep buffers usable where the caller is in inference mode."""
+
+    @abstractmethod
+    def beside(self, devices: Collection[Any]) -> AbstractContextManager[None]:
+        """Return what another thread enters to work on ``devices`` while this one does too.
+
+        The work comes after what this thread has queued there so far, and has ended when the other one leaves.
+        """
 
     @abstractmethod
     def new_bytes(self, num_bytes: int, device: Any) -> Tensor:

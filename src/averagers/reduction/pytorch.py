@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, final
@@ -269,6 +269,12 @@ class _TensorOperations(TensorOperations):
         with torch.inference_mode(False), torch.no_grad():
             yield
 
+    def beside(self, devices: Collection[torch.device]) -> AbstractContextManager[None]:
+        queued = {
+            device: torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"
+        }
+        return _on_streams_beside(queued) if queued else nullcontext()
+
     def new_bytes(self, num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
@@ -288,6 +294,23 @@ class _TensorOperations(TensorOperations):
         wide = torch.promote_types(values.dtype, torch.float32)
         distance: Tensor = torch.linalg.vector_norm(values.to(wide) - means, dtype=torch.float64)
         return distance.square()
+
+
+@contextmanager
+def _on_streams_beside(queued: Mapping[torch.device, torch.cuda.Event]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device, event in queued.items():
+            stack.enter_context(torch.cuda.stream(_stream_beside(device)))
+            _stream_beside(device).wait_event(event)
+        yield
+        for device in queued:
+            _stream_beside(device).synchronize()
+
+
+@lru_cache(maxsize=64)
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all rounds: torch keeps memory apart for each."""
+    return torch.cuda.Stream(device)
 
 
 def _shard_name(tensor: Any) -> str:
