@@ -142,6 +142,7 @@ class _Meet(Work):
         self._place = (name, number)
         self._meeting = world.meeting(name, number, size)
         self._take: Callable[[list[Any]], None] | None = take
+        self._wait_began: float | None = None
 
     def bring(self, rank: int, value: Any) -> _Meet:
         with self._world.changed:
@@ -153,22 +154,21 @@ class _Meet(Work):
     def wait(self, when_late: Callable[[], None] | None = None) -> None:
         wait_on_this_thread(self, when_late)
 
-    def ends_within(self, seconds: float) -> bool:
+    def _ends_within_slice(self, seconds: float) -> bool:
         if self._take is None:
             return True
-        meeting = self._meeting
-        is_complete = self._wait(min(seconds, self._world.timeout_s))
-        if not is_complete:
-            if seconds >= self._world.timeout_s:
-                raise RuntimeError(f"the other replicas did not come within {self._world.timeout_s:g} s")
+        self._wait_began = self._wait_began or time.monotonic()
+        timeout_s, meeting = self._world.timeout_s, self._meeting
+        if not self._is_complete_within(min(seconds, timeout_s)):
+            if time.monotonic() - self._wait_began >= timeout_s:
+                raise RuntimeError(f"the other replicas did not come within {timeout_s:g} s")
             return False
         self._take([meeting.brought[rank] for rank in range(meeting.size)])
         self._take = None
         self._world.leave(*self._place)
         return True
 
-    def _wait(self, seconds: float) -> bool:
-        """Wait until all came; in slices, so that Ctrl-C is heard."""
+    def _is_complete_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         with self._world.changed:
             while len(self._meeting.brought) < self._meeting.size:
@@ -177,7 +177,7 @@ class _Meet(Work):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                self._world.changed.wait(min(left, 0.5))
+                self._world.changed.wait(left)
         return True
 
 

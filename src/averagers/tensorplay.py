@@ -158,14 +158,9 @@ class _Work(Work):
     def wait(self, when_late: Callable[[], None] | None = None) -> None:
         wait_on_this_thread(self, when_late)
 
-    def ends_within(self, seconds: float) -> bool:
-        """Wait in slices, so that Ctrl-C is heard."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            # In whole milliseconds, of which 0 would only ask.
-            if self._work.wait(timedelta(milliseconds=math.ceil(1e3 * min(left, 0.5)))):
-                return True
-        return False
+    def _ends_within_slice(self, seconds: float) -> bool:
+        # In whole milliseconds, of which 0 would only ask.
+        return bool(self._work.wait(timedelta(milliseconds=math.ceil(1e3 * seconds))))
 
 
 @final

@@ -30,7 +30,7 @@ class Delayed(Overlap):
     ``carry`` they become the mean plus that progress. With a mixer the anchor it moved takes the mean's place. Costs a
     copy of what travels, and with ``carry`` one of the weights, while the round is under way; and process groups of its
     own. A round that is still under way when the next one of its level, or of a level above, begins lands first;
-    ``finish`` lands all.
+    ``finish`` lands all. A process that ends before waits for what is under way, at most until its timeout.
 
     Args:
         steps: From sending to landing; 0 lands at once.
@@ -116,8 +116,8 @@ class Flight:
             except BaseException as error:  # raised where it lands
                 self._error = error
 
-        # Not waited for when the process ends: others may be gone.
-        self._thread = threading.Thread(target=run, name="averagers-round", daemon=True)
+        # Not a daemon: one that still communicates when the interpreter goes would abort the process.
+        self._thread = threading.Thread(target=run, name="averagers-round", daemon=False)
         self._thread.start()
 
     def wait(self) -> Reduced:

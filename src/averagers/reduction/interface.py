@@ -6,6 +6,7 @@ only by the methods that all of them share.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -30,10 +31,21 @@ class Work(ABC):
             when_late: Called once where this rank is held for a noticeable time.
         """
 
-    @abstractmethod
     def ends_within(self, seconds: float) -> bool:
         """Wait at most so long and tell whether it ended; a failed collective raises `RuntimeError`."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self._ends_within_slice(min(left, _SLICE_S)):
+                return True
+        return False
 
+    @abstractmethod
+    def _ends_within_slice(self, seconds: float) -> bool:
+        """Wait at most so long, which is short, and tell whether it ended; as ``ends_within`` raises."""
+
+
+_SLICE_S = 0.5
+"""How long Ctrl-C may go unheard."""
 
 LATE_AFTER_S = 0.5
 """A rank that is held for longer than this tells the others that it came."""

@@ -47,23 +47,22 @@ class _Work(Work):
         else:
             self._work.wait()  # pragma: only cuda
 
-    def ends_within(self, seconds: float) -> bool:
-        """Wait in slices, so that Ctrl-C is heard."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            if self._device_type != "cpu":  # pragma: only cuda
-                # NCCL's wait takes a timeout as a reason to abort the communicator: ask instead.
-                if self._work.is_completed():  # pragma: only cuda
-                    return bool(self._work.wait())  # pragma: only cuda
+    def _ends_within_slice(self, seconds: float) -> bool:
+        if self._device_type != "cpu":  # pragma: only cuda
+            # NCCL's wait takes a timeout as a reason to abort the communicator: ask instead.
+            deadline = time.monotonic() + seconds  # pragma: only cuda
+            while not self._work.is_completed():  # pragma: only cuda
+                if time.monotonic() > deadline:  # pragma: only cuda
+                    return False  # pragma: only cuda
                 time.sleep(2e-5)  # pragma: only cuda
-                continue  # pragma: only cuda
-            try:
-                # In whole milliseconds, of which 0 would mean for ever.
-                return bool(self._work.wait(timedelta(milliseconds=math.ceil(1e3 * min(left, 0.5)))))
-            except RuntimeError:
-                if self._work.is_completed():  # it failed; else this slice is over
-                    raise
-        return False
+            return bool(self._work.wait())  # pragma: only cuda
+        try:
+            # In whole milliseconds, of which 0 would mean for ever.
+            return bool(self._work.wait(timedelta(milliseconds=math.ceil(1e3 * seconds))))
+        except RuntimeError:
+            if self._work.is_completed():  # it failed; else this slice is over
+                raise
+            return False
 
 
 @final
