@@ -233,7 +233,8 @@ class ScheduledAverager(RoundAverager):
 
     def _flight_states(self) -> list[dict[str, Any]]:
         for flight in self._flights:
-            self._ended(flight)
+            with self._ending(flight):
+                flight.wait()
         return [flight.state_dict() for flight in self._flights]
 
     def anchors_of(

@@ -166,6 +166,11 @@ class RoundAverager(ModelAverager):
         """Whether rounds are possible: not closed, no round failed, no process group destroyed."""
         return self._refusal is None and self._routes.are_alive
 
+    def check_asides(self) -> None:
+        """Raise unless buffers and optimizer state can go along with the parameters, at every level."""
+        for parts in self._parts:
+            parts.check_asides()
+
     @property
     def has_overlap(self) -> bool:
         """Whether rounds may be under way between calls."""
@@ -197,6 +202,8 @@ class RoundAverager(ModelAverager):
         selection = self._reducer.select(tensors, self._once_trainable)
         for parts in self._parts:
             parts.check_selection(selection)
+            if parts.mixer is not None and not self._checked_params:
+                parts.mixer.check_start(self._reducer.stand_ins(selection, with_float64=parts.with_float64))
         self._checked_params = True
         return selection
 
@@ -377,29 +384,32 @@ class RoundAverager(ModelAverager):
                 f"params must be the tensors of the round that was sent at step {flight.sent_at}, which lands now, in "
                 "number, shape and dtype: change them after finish(), or before a round is sent"
             )
-        reduced = self._ended(flight)
-        self._flights.remove(flight)
-        targets: Sequence[Any] = flight.staged.values
-        if self._anchors.of(flight.unit, selection, self._reducer) is not None:
-            size = self._routes.levels[level].group.size
-            targets = self._anchors.mix_(
-                flight.unit, selection, self._reducer, targets, num_ranks=size, lrs=flight.lrs, is_last=False
-            )
-            self._anchors.moved(flight.unit, step=flight.sent_at)
-        self._reducer.land_(selection, targets, keep=delayed.keep, sent=flight.sent)
+        with self._ending(flight):
+            reduced = flight.wait()
+            self._flights.remove(flight)
+            targets: Sequence[Any] = flight.staged.values
+            if self._anchors.of(flight.unit, selection, self._reducer) is not None:
+                size = self._routes.levels[level].group.size
+                targets = self._anchors.mix_(
+                    flight.unit, selection, self._reducer, targets, num_ranks=size, lrs=flight.lrs, is_last=False
+                )
+                self._anchors.moved(flight.unit, step=flight.sent_at)
+            self._reducer.land_(selection, targets, keep=delayed.keep, sent=flight.sent)
         if flight.report is not None:
             flight.report.finished(reduced.wire_bytes, reduced.drift)
 
-    def _ended(self, flight: Flight) -> Reduced:
-        """Wait for a round under way, and return what it cost; a failure is every rank's."""
+    @contextmanager
+    def _ending(self, flight: Flight) -> Iterator[None]:
+        """Wait for a round under way, or land it; a failure is every rank's."""
         try:
-            return flight.wait()
+            yield
         except RuntimeError as error:
             self._refuse_until_loaded()
-            assert flight.route is not None
-            assert flight.report is not None
-            failure = explain_failure(flight.route.group, error, step=flight.sent_at, level=self._units[flight.unit][0])
-            flight.report.failed(failure, failure.missing_ranks)
+            level, _ = self._units[flight.unit]
+            route = flight.route or self._routes.levels[level]
+            failure = explain_failure(route.group, error, step=flight.sent_at, level=level)
+            if flight.report is not None:
+                flight.report.failed(failure, failure.missing_ranks)
             raise failure from error
         except BaseException:
             self._refuse_until_loaded()

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
-from math import floor
+from math import floor, inf
 from typing import Any, final
 
-from averagers.arguments import check_positive, check_whole_number
+from averagers.arguments import check_number, check_positive, check_whole_number
 from averagers.errors import InvalidTypeError, InvalidValueError
 
 
@@ -246,10 +246,18 @@ class QuadraticRule(_Growing):
         }
 
     def _lr(self, step: int) -> float:
-        lr: Any = self._lr_at(step)
-        if isinstance(lr, bool) or not isinstance(lr, int | float) or not lr >= 0:
-            raise InvalidValueError(f"lr_at must return a learning rate of at least 0, got {lr!r} at step {step}")
-        return float(lr)
+        try:
+            lr = self._lr_at(step)
+        except TypeError as error:
+            raise InvalidTypeError(
+                f"lr_at must be a function of the step alone: at step {step} it raised {error}"
+            ) from error
+        number = check_number(f"what lr_at returns at step {step}", lr)
+        if not 0 <= number < inf:
+            raise InvalidValueError(
+                f"lr_at must return a learning rate of at least 0 and finite, got {lr!r} at step {step}"
+            )
+        return number
 
 
 class _Ramp(_Growing):
@@ -351,6 +359,11 @@ def equivalent_period(world_size: int, groups: int | Sequence[int], inner: int, 
         5.74
     """
     check_whole_number("world_size", world_size, minimum=2)
+    given: object = groups
+    if not isinstance(given, int | Sequence) or isinstance(given, str):
+        raise InvalidTypeError(
+            f"groups must be an int or a list of them, got {groups!r} of type {type(groups).__name__}"
+        )
     counts = [groups] if isinstance(groups, int) else list(groups)
     periods = (inner, outer, *further)
     sizes = [world_size, *(check_whole_number("groups", count, minimum=1) for count in counts), 1]

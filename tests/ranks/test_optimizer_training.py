@@ -1366,17 +1366,29 @@ def _wrong_states(rank: int) -> list[str]:
         with pytest.raises(averagers.AveragersError) as caught:
             averagers.attach(optimizer, averagers.PeriodicModelAverager(2), optimizer_state=actions)
         messages.append(str(caught.value))
-    for options in ({"overlap": averagers.Delayed(1)}, {"fragments": 2}, {}):
-        handle = averagers.attach(
-            optimizer,
-            averagers.PeriodicModelAverager(2, **options),
-            optimizer_state={"exp_avg": "average"} if options else {"momentum_buffer": "average"},
-        )
-        weight.grad = torch.ones(3)
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean.fill_(float(rank))
+    late, parts = averagers.PeriodicModelAverager(2, overlap=averagers.Delayed(1)), {"fragments": 2}
+    for build in (
+        lambda: averagers.attach(optimizer, late, optimizer_state={"exp_avg": "average"}),
+        lambda: averagers.attach(optimizer, late, module=norm),
+        lambda: averagers.attach(
+            optimizer, averagers.PeriodicModelAverager(2, **parts), optimizer_state={"exp_avg": 3}
+        ),
+    ):
         with pytest.raises(averagers.AveragersError) as caught:
-            optimizer.step()
+            build()
         messages.append(str(caught.value))
-        handle.remove()
+    assert norm.running_mean.tolist() == [rank] * 2  # nothing was sent
+    averagers.attach(optimizer, late, module=nn.Linear(3, 3), optimizer_state={"exp_avg": "reset"}).remove()
+    handle = averagers.attach(
+        optimizer, averagers.PeriodicModelAverager(2), optimizer_state={"momentum_buffer": "average"}
+    )
+    weight.grad = torch.ones(3)
+    with pytest.raises(averagers.AveragersError) as caught:
+        optimizer.step()
+    messages.append(str(caught.value))
+    handle.remove()
     return messages
 
 
@@ -1388,7 +1400,8 @@ def test_optimizer_state_that_cannot_go_along_is_refused_by_name() -> None:
             "optimizer_state['exp_avg'] must be 'average', 'keep', 'reset', or every how many rounds to average",
             "got 0",
             "got True",
-            "cannot take buffers or optimizer state along",
+            "carry=False) cannot take buffers or optimizer state along",
+            "carry=False) cannot take buffers or optimizer state along",
             "fragments=2 cannot take buffers or optimizer state along",
             "which are step, exp_avg, exp_avg_sq, got 'momentum_buffer'",
         ],

@@ -237,6 +237,18 @@ def test_averaged_shows_the_mean_and_finish_steps_once_more() -> None:
 
 
 def _refused(rank: int) -> list[str]:
+    class NeedsClosure(lib.optim.SGD):  # type: ignore[misc, name-defined]
+        def step(self, closure: Callable[[], Any]) -> None:
+            raise NotImplementedError
+
+    def needs_a_closure(params: list[Any]) -> Any:
+        return NeedsClosure(params, lr=0.1)
+
+    def first_step(factory: Callable[..., Any]) -> None:
+        averagers.PeriodicModelAverager(4, warmup_steps=100, mixer=averagers.Outer(factory)).average_parameters(
+            [weight]
+        )
+
     messages = []
     weight = lib.zeros(3)
     slow = averagers.PeriodicModelAverager(4, warmup_steps=3, mixer=averagers.SlowMo(0.5))
@@ -255,6 +267,11 @@ def _refused(rank: int) -> list[str]:
         lambda: averagers.Elastic(-0.1),
         lambda: averagers.Outer(lr=0.7) if rank > 9 else averagers.Outer(0.7),
         lambda: slow.average_parameters([weight]),
+        lambda: slow.average_parameters(_group([weight], math.nan)),
+        lambda: slow.average_parameters(_group([weight], "x")),
+        lambda: first_step(lambda params: None),
+        lambda: first_step(lambda params: params[7]),
+        lambda: first_step(needs_a_closure),
         lambda: apart.average_parameters(_group([weight], 0.5 + rank)),
     ):
         with pytest.raises(averagers.AveragersError) as caught:
@@ -280,6 +297,11 @@ def test_mixers_that_cannot_work_are_refused_by_name() -> None:
             "alpha must be from 0 to 1 / group size, got -0.1",
             "factory must make an optimizer from a list of tensors",
             "params must be optimizer.param_groups with mixer=SlowMo(momentum=0.5, lr=1.0), which reads the learning",
+            "lr of the parameter groups in params must be at least 0 and finite with mixer=SlowMo(momentum=0.5",
+            "lr of a parameter group in params must be a number, got 'x' of type str",
+            "must return an optimizer, such as torch.optim.SGD(tensors, lr=0.7), got None of type NoneType",
+            "must make an optimizer from a list of tensors, and raised IndexError: list index out of range",
+            "must return an optimizer whose step() can do without a closure",
             "the learning rate is 0.5 on rank 0, 1.5 on rank 1; every rank must have the same learning rates",
         ],
         strict=True,

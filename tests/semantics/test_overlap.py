@@ -232,6 +232,31 @@ def test_a_rank_that_dies_between_sending_and_landing_is_named() -> None:
         assert "rank 1 did not come within the timeout of 4 s, or died" in results[rank]
 
 
+def _outer_that_fails(rank: int, overlap: Any) -> list[str]:
+    class Failing(lib.optim.SGD):  # type: ignore[misc, name-defined]
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("no more memory")
+
+    outer = averagers.Outer(lambda params: Failing(params, lr=0.7))
+    averager = averagers.PeriodicModelAverager(2, mixer=outer, overlap=overlap, timeout_s=5)
+    weight, messages = lib.zeros(3), []
+    for _ in range(6):
+        try:
+            averager.average_parameters([weight])
+        except averagers.AveragersError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def test_an_outer_optimizer_that_fails_ends_a_delayed_round_as_a_blocking_one() -> None:
+    for overlap, num_refused in ((None, 3), (averagers.Delayed(1), 2)):
+        for failed, *refused in run_ranks(_outer_that_fails, 2, overlap):
+            assert "RoundFailedError: the round at step 2, level 0, among ranks 0-1 failed" in failed
+            assert "here it was: no more memory" in failed
+            assert len(refused) == num_refused
+            assert all("ClosedError: a round of this" in message for message in refused)
+
+
 def _refused(rank: int) -> list[str]:
     messages = []
     weight = lib.zeros(3)

@@ -104,6 +104,12 @@ def test_each_event_is_one_line_with_its_kind_and_time_and_fields(tmp_path: Path
     assert failed["missing_ranks"] == [2, 3]
 
 
+@pytest.mark.parametrize("path", [None, 3, "", True])
+def test_what_is_no_path_is_refused_by_name(path: Any) -> None:
+    with pytest.raises(averagers.InvalidTypeError, match="path must be the path of a file"):
+        averagers.JsonLines(path)
+
+
 def test_a_line_is_in_the_file_at_once(tmp_path: Path) -> None:
     path = tmp_path / "rounds.jsonl"
     sink = averagers.JsonLines(path)

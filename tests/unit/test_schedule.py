@@ -295,7 +295,15 @@ def test_what_a_schedule_decided_is_saved_and_loaded() -> None:
         ),
         (
             lambda: QuadraticRule(0.1, 4, lambda step: "x", total_steps=9),
-            "lr_at must return a learning rate of at least 0",
+            "what lr_at returns at step 0 must be a number, got 'x'",
+        ),
+        (
+            lambda: QuadraticRule(0.1, 4, lambda step: 10**400, total_steps=9),
+            "lr_at must return a learning rate of at least 0 and finite",
+        ),
+        (
+            lambda: QuadraticRule(0.1, 4, lambda: 0.1, total_steps=9),
+            "lr_at must be a function of the step alone: at step 0 it raised",
         ),
         (lambda: Growing(4, 2, total_steps=9), "last must be at least first, got 2 and 4: or take Shrinking"),
         (lambda: Shrinking(2, 4, total_steps=9), "last must be at most first, got 4 and 2: or take Growing"),
@@ -308,6 +316,10 @@ def test_what_a_schedule_decided_is_saved_and_loaded() -> None:
         (lambda: equivalent_period(1, 1, 1, 2), "world_size must be at least 2, got 1"),
         (lambda: equivalent_period(8, 3, 1, 2), "groups must each divide those of the level within, got 3 of 8"),
         (lambda: equivalent_period(8, [4, 2], 1, 2), "there are 3 levels, and 2 periods"),
+        (
+            lambda: equivalent_period(8, None, 1, 2),
+            "groups must be an int or a list of them, got None of type NoneType",
+        ),
         (lambda: equivalent_period(8, 2, 0, 2), "period must be at least 1, got 0"),
     ],
 )

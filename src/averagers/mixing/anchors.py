@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, final
 
 from averagers.arguments import check_whole_number
@@ -87,22 +88,32 @@ class Parts:
                 along, and could not land later.
         """
         if any(kind.is_aside for kind in selection.layout.kinds):
-            if self.delayed is not None:
-                raise InvalidValueError(
-                    f"overlap={self.overlap!r} cannot take buffers or optimizer state along: they would be "
-                    "those of a later step; use attach without module= and optimizer_state="
-                )
-            if self.fragments.count > 1:
-                raise InvalidValueError(
-                    f"fragments={self.fragments.count} cannot take buffers or optimizer state along: they go all "
-                    "at once; use attach without module= and optimizer_state="
-                )
+            self.check_asides()
         if self.mixer is None or not self.mixer.needs_lr:
             return
-        if any(lr is None for lr in self.lrs(selection)):
+        for lr in self.lrs(selection):
+            if lr is None:
+                raise InvalidValueError(
+                    f"params must be optimizer.param_groups with mixer={self.mixer!r}, which reads the learning rate: "
+                    "or use averagers.attach(optimizer, averager)"
+                )
+            if not 0 <= lr < inf:
+                raise InvalidValueError(
+                    f"lr of the parameter groups in params must be at least 0 and finite with mixer={self.mixer!r}, "
+                    f"which divides by it, got {lr}"
+                )
+
+    def check_asides(self) -> None:
+        """Raise unless buffers and optimizer state can go along with the parameters."""
+        if self.delayed is not None:
             raise InvalidValueError(
-                f"params must be optimizer.param_groups with mixer={self.mixer!r}, which reads the learning rate: "
-                "or use averagers.attach(optimizer, averager)"
+                f"overlap={self.overlap!r} cannot take buffers or optimizer state along: they would be "
+                "those of a later step; use attach without module= and optimizer_state="
+            )
+        if self.fragments.count > 1:
+            raise InvalidValueError(
+                f"fragments={self.fragments.count} cannot take buffers or optimizer state along: they go all "
+                "at once; use attach without module= and optimizer_state="
             )
 
     def lrs(self, selection: Selection) -> list[float | None]:

@@ -6,11 +6,14 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from typing import Any, final
 
 from averagers.arguments import check_number, check_positive, check_whole_number
 from averagers.errors import InvalidTypeError, InvalidValueError, StateDictError
 from averagers.reduction.interface import Tensor
+
+_NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 class Mixer(ABC):
@@ -24,6 +27,10 @@ class Mixer(ABC):
 
     def check_group_size(self, size: int) -> None:
         """Raise unless it works in groups of ``size`` ranks."""
+        return
+
+    def check_start(self, stand_ins: Sequence[Tensor]) -> None:
+        """Raise unless it can ``start``, told by tensors of the anchor's shapes, whose values mean nothing."""
         return
 
     @abstractmethod
@@ -105,7 +112,8 @@ class Outer(Mixer):
     optimizers keep their state. Where parameters are sharded, each rank's optimizer sees its shards.
 
     Args:
-        factory: Makes the optimizer from a list of tensors, such as ``functools.partial(torch.optim.SGD, lr=0.7)``.
+        factory: Makes the optimizer from a list of tensors, such as ``functools.partial(torch.optim.SGD, lr=0.7)``. It
+            is called once more at the averager's first step, to see that it can.
 
     Raises:
         InvalidTypeError: ``factory`` cannot be called.
@@ -134,9 +142,35 @@ class Outer(Mixer):
         shown = [getattr(name, "__name__", type(name).__name__), *(f"{key}={one!r}" for key, one in settings.items())]
         return f"Outer({', '.join(shown)})"
 
+    def check_start(self, stand_ins: Sequence[Tensor]) -> None:
+        """Make an optimizer for nothing, long before the first round needs one."""
+        self._optimizer_of(stand_ins)
+
     def start(self, anchor: Sequence[Tensor]) -> Mixing:
         """Make the optimizer."""
-        return _OuterMixing(self.factory(list(anchor)), anchor)
+        return _OuterMixing(self._optimizer_of(anchor), anchor)
+
+    def _optimizer_of(self, tensors: Sequence[Tensor]) -> Any:
+        try:
+            optimizer = self.factory(list(tensors))
+        except Exception as error:
+            raise InvalidValueError(
+                f"factory of mixer={self!r} must make an optimizer from a list of tensors, and raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if any(not hasattr(optimizer, name) for name in ("param_groups", "step", "state_dict", "load_state_dict")):
+            raise InvalidTypeError(
+                f"factory of mixer={self!r} must return an optimizer, such as torch.optim.SGD(tensors, lr=0.7), got "
+                f"{optimizer!r} of type {type(optimizer).__name__}"
+            )
+        if any(
+            one.default is one.empty and one.kind in _NAMED for one in signature(optimizer.step).parameters.values()
+        ):
+            raise InvalidValueError(
+                f"factory of mixer={self!r} must return an optimizer whose step() can do without a closure, because "
+                f"there is no loss to compute again, got {type(optimizer).__name__}"
+            )
+        return optimizer
 
 
 @final

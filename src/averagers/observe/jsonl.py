@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
+from averagers.errors import InvalidTypeError
 from averagers.events import Event
 
 
@@ -29,6 +30,7 @@ class JsonLines:
         path: The file; it is made if it does not exist, and appended to if it does.
 
     Raises:
+        InvalidTypeError: ``path`` is no path.
         OSError: the file cannot be opened.
 
     Example:
@@ -37,6 +39,9 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        given: object = path
+        if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+            raise InvalidTypeError(f"path must be the path of a file, such as 'rounds.jsonl', got {path!r}")
         self.path = Path(path)
         # Unbuffered: nothing is left in a buffer for a full disk to lose, or for close() to fail on.
         self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - close() closes it

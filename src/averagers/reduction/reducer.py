@@ -223,6 +223,16 @@ class Reducer:
                 if one is not None
             ]
 
+    def stand_ins(self, selection: Selection, *, with_float64: bool) -> list[Tensor]:
+        """Return tensors like those of an anchor in shape and dtype, which take next to no memory."""
+        lengths = selection.anchored_lengths(with_float64=with_float64)
+        with self.operations.plain_memory():
+            return [
+                self._new_wide(1, kind, kind.device)[0].expand(self.operations.reals(tensor).shape)
+                for tensor, kind, length in zip(selection.tensors, selection.layout.kinds, lengths, strict=True)
+                if length is not None
+            ]
+
     def _new_wide(self, length: int, kind: Kind, device: Any) -> Tensor:
         dtype = kind.dtype if kind.itemsize > 4 else self.operations.float32
         return self.operations.new_bytes(dtype.itemsize * length, device).view(dtype)

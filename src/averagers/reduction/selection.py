@@ -277,7 +277,12 @@ def elements(view: Tensor, start: int, stop: int) -> list[Tensor]:
 def _learning_rate(origin: Any) -> float | None:
     """Return the learning rate of a parameter group; None if there is none."""
     lr = origin.get("lr") if isinstance(origin, Mapping) else None
-    return None if lr is None else float(lr)
+    try:
+        return None if lr is None else float(lr)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidTypeError(
+            f"lr of a parameter group in params must be a number, got {lr!r} of type {type(lr).__name__}"
+        ) from None
 
 
 def named_tensors(params: Any, tensor_type: type) -> Iterator[tuple[str, Tensor, Any]]:

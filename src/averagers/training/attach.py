@@ -47,7 +47,8 @@ def attach(
     Raises:
         InvalidTypeError: an argument is of the wrong type.
         InvalidValueError: the averager already serves an optimizer, which would count every step twice;
-            or the optimizer shards its state and would overwrite local steps.
+            or the optimizer shards its state and would overwrite local steps; or buffers or optimizer state would go
+            along with rounds that land later or in fragments.
 
     Example:
         >>> with averagers.attach(optimizer, averager, module=model):
@@ -68,9 +69,12 @@ def attach(
             "HierarchicalModelAverager of averagers, which take buffers and optimizer state along, got "
             f"{type(averager).__name__}"
         )
+    content = TrainingContent(optimizer, module, actions, lambda: averager.num_rounds)
+    if content.has_asides:
+        averager.check_asides()
     if module is not None:
         averager.broadcast(named_state(module))
-    return Attachment(optimizer, averager, TrainingContent(optimizer, module, actions, lambda: averager.num_rounds))
+    return Attachment(optimizer, averager, content)
 
 
 @final

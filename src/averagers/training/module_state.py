@@ -88,6 +88,13 @@ class TrainingContent(RoundContent):
             yield Aside(f"{layer.name}.running_mean", layer.first_moment)
             yield Aside(f"{layer.name}.running_var", layer.second_moment)
 
+    @property
+    def has_asides(self) -> bool:
+        """Whether anything goes along with the parameters, in some round."""
+        buffers = () if self._module is None else self._module.buffers()
+        is_state_averaged = any(action not in ("keep", "reset") for action in self._actions.values())
+        return is_state_averaged or any(buffer.is_floating_point() or buffer.is_complex() for buffer in buffers)
+
     def begin(self, *, is_last: bool) -> None:
         """Note whether the round ends the run, and everything that is ever averaged is."""
         self._is_last = is_last
