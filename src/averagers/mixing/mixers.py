@@ -13,6 +13,7 @@ from averagers.arguments import check_number, check_positive, check_whole_number
 from averagers.errors import InvalidTypeError, InvalidValueError, StateDictError
 from averagers.reduction.interface import Tensor
 
+# Kinds of parameters that a call must give where they have no default.
 _NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
