@@ -37,7 +37,7 @@ bench-network: $(VENV)/.run ## measure rounds and training over slow links betwe
 	@$(BIN)/python benchmarks/network.py --overlap
 	@$(BIN)/python benchmarks/network.py --training
 
-experiments: $(VENV)/.run ## measure what the methods are worth, each claim by a script (about 20 minutes)
+experiments: $(VENV)/.run ## measure what the methods are worth, each claim by a script (20 to 30 minutes)
 	@failed=; for script in post_local quadratic_rule hierarchy error_feedback diloco streaming; do \
 		OMP_NUM_THREADS=1 $(BIN)/python benchmarks/quality/$$script.py || failed="$$failed $$script"; \
 	done; test -z "$$failed" || { echo "claims that do not hold:$$failed"; exit 1; }
