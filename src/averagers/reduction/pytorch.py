@@ -60,9 +60,8 @@ class _Work(Work):
             # In whole milliseconds, of which 0 would mean for ever.
             return bool(self._work.wait(timedelta(milliseconds=math.ceil(1e3 * seconds))))
         except RuntimeError:
-            if self._work.is_completed():  # it failed; else this slice is over
-                raise
-            return False
+            # This slice is over, or the collective failed. Where it has ended by now, this tells how.
+            return self._work.is_completed() and bool(self._work.wait())
 
 
 @final
